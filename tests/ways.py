@@ -91,6 +91,16 @@ WAYS = [RECOMPUTED, BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY, BY_POLICY_AND
 KEEPING = [BY_HANDLE, BY_OP, BY_NATIVE_REGION, BY_POLICY_AND_OP]  # in which `keep` keeps what it runs
 
 
+def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """A policy that saves the result of every op."""
+    return True
+
+
+def nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    """A policy that saves no result."""
+    return False
+
+
 def assert_same_in(way: Way, program: Callable[[Way], Any], **options: Any) -> None:
     """Assert that a whole program gives the same tensors in this way as in plain autograd.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Affine, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, no_other_regions, pairwise, plain
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Kernel, Trace, call, policy_ids
+from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
 
 
 class Named(Function):
@@ -86,82 +85,6 @@ def backward_of_sine(ctx, grad):
     return grad * ctx.saved_tensors[0].cos(), None, None
 
 
-class Rich(Function):
-    """Uses all of what a `ctx` offers, and arguments of every kind."""
-
-    @staticmethod
-    @remat.auto_forward("none", "x", "w", "m")
-    def forward(ctx, power, x, options, w, function, name, policy):
-        assert name == "rich"
-        assert isinstance(policy, remat.CheckpointPolicy)
-        assert ctx.needs_input_grad == (False, True, False, w.requires_grad, False, False, False)
-        m = function(x) * options["scale"]
-        ctx.power, ctx.options, ctx.count = power, options, 1
-        ctx.count += 1
-        assert ctx.count == 2
-        assert hasattr(ctx, "power")
-        assert not hasattr(ctx, "nothing")
-        sign = m.sign()
-        ctx.mark_non_differentiable(sign)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(None, x, w, m)
-        return m**power * w, sign, (m * 10).long()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, grad_sign, grad_long):
-        none, x, w, m = ctx.saved_tensors
-        assert none is None
-        assert grad_sign is None
-        assert grad_long is None
-        assert ctx.count == 2
-        gx = grad * w * ctx.power * m ** (ctx.power - 1) * ctx.options["scale"] * x.cos()
-        return None, gx, None, grad * m**ctx.power if ctx.needs_input_grad[3] else None, None, None, None
-
-
-@pytest.mark.parametrize("needs", [True, False])
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_all_that_ctx_offers_and_arguments_of_every_kind_work(policy, needs):
-    def program(wrap):
-        x, w = leaf(3), torch.randn(3, requires_grad=needs)
-
-        def block(x, w):
-            y, sign, whole = Rich.apply(3, x.exp(), {"scale": 2.0}, w, torch.sin, "rich", policy)
-            assert (y.requires_grad, sign.requires_grad, whole.requires_grad) == (True, False, False)
-            assert whole.dtype == torch.long
-            return call("auto", Affine, Trace(), "reader", RECOMPUTE, y, sign)
-
-        y = wrap(block)(x, w)
-        y.sum().backward()
-        return y, x.grad, w.grad if needs else w
-
-    assert_same_program(program, replays=1)
-
-
-def test_names_in_errors_are_those_given_to_the_decorator():
-    leaked = []
-
-    class Leaky(Function):
-        @staticmethod
-        @remat.auto_forward("first", "second")
-        def forward(ctx, x, op_name, remat_policy):
-            m = x.tanh()
-            leaked.append(m)
-            ctx.save_for_backward(x, m)
-            return m * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[1], None, None
-
-    y = checkpointed(lambda x: Leaky.apply(x, "leaky", SAVE), region_name="block")(leaf(3))
-    leaked[0].zero_()
-    with pytest.raises(remat.MutationError) as caught:
-        y.sum().backward()
-    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "leaky", "second")
-    assert str(caught.value).startswith("block::leaky.second: ")
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_saving_another_number_of_tensors_than_names_is_an_error(count):
     class Wrong(Function):
@@ -181,28 +104,19 @@ def test_saving_another_number_of_tensors_than_names_is_an_error(count):
         assert (caught.value.region, caught.value.op) == ("block", "it")
 
 
-@pytest.mark.parametrize("style", ["auto", "op"])
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+@pairwise(style=["auto", "op"], policy=POLICIES, ids=str)
 def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy):
     fail = [True]
 
-    def body(ctx, x, *rest):
-        ctx.save_for_backward(x)
+    def body(ctx, x):
         if fail:
             raise ValueError("body fails")
-        return x.sin()
+        return x.sin(), {"x": x}
 
-    class Failing(Function):
-        forward = staticmethod(remat.auto_forward("x")(body))
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * ctx.saved_tensors[0].cos(), *[None] * (2 * (style == "auto"))
+    failing = Kernel("failing", ("x",), body, lambda ctx, saved, grad: grad * saved[0].cos())
 
     def block(x):
-        if style == "auto":
-            return Failing.apply(x.exp(), "it", policy)
-        return remat.op(Failing.apply, "it", policy=policy)(x.exp())
+        return call(style, failing, Trace(), "it", policy, x.exp())
 
     x = leaf(3)
     with pytest.raises(ValueError, match="body fails"):
@@ -238,60 +152,6 @@ def test_a_call_without_name_and_policy_is_the_plain_function(matrices):
 def test_a_forward_that_takes_name_and_policy_and_gets_neither_is_an_error():
     with pytest.raises(remat.UsageError, match="op_name"):
         checkpointed(lambda x: Named.apply(x.cos()))(leaf(3))
-
-
-SAVE_ADDMM = {"policy": [torch.ops.aten.addmm.default]}
-
-
-class SwiGlu(Function):
-    """Saves both of its arguments, and its result's half."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        half = torch.nn.functional.silu(gate)
-        ctx.save_for_backward(gate, up, half)
-        return half * up
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up, half = ctx.saved_tensors
-        sigmoid = gate.sigmoid()
-        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * half
-
-
-class NamedSwiGlu(SwiGlu):
-    forward = staticmethod(remat.auto_forward("gate", "up", "half")(SwiGlu.forward))
-
-
-@pairwise(function=[SwiGlu, NamedSwiGlu], opaque=[False, True], policy=POLICIES, region=[{}, SAVE_ADDMM])
-def test_native_ops_may_read_what_op_saves_of_any_function(function, opaque, policy, region):
-    w1, w2, w3 = (torch.nn.Linear(4, 4) for _ in range(3))
-
-    def program(wrap):
-        def block(x):
-            call = function.apply if wrap is plain else remat.op(function.apply, "swiglu", policy=policy, opaque=opaque)
-            return x + w3(call(w1(x), w2(x)))
-
-        x = leaf(4, 4)
-        y = wrap(block)(x)
-        return y, torch.autograd.grad(y.sin().sum(), [x, *(p for w in (w1, w2, w3) for p in w.parameters())])
-
-    assert_same_program(program, **region)
-
-
-@pytest.mark.parametrize("opaque", [False, True])
-def test_tensors_of_a_call_have_the_names_of_auto_forward_in_reports(opaque):
-    w = torch.nn.Linear(8, 8)
-    call = remat.op(NamedSwiGlu.apply, "swiglu", opaque=opaque)
-    with no_other_regions():
-        y = checkpointed(lambda x: w(call(x.sin(), x.cos())), region_name="block")(leaf(8, 8))
-        report = str(remat.memory_report(y.sum()))
-    assert "swiglu.half" in report
-    assert "saved_" not in report
-    two = remat.op(lambda h: NamedSwiGlu.apply(NamedSwiGlu.apply(h, h), h), "two")
-    with no_other_regions():
-        y = checkpointed(lambda x: two(x.sin()))(leaf(8, 8))
-        assert str(remat.memory_report(y.sum())).count("two.half") == 1
 
 
 def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch.autograd import Function
@@ -83,15 +81,10 @@ def with_replay(function):
 
 BAD_STEPS = {
     "load twice": ("load", "load", "inputs", "save", "outputs"),
-    "inputs twice": ("load", "inputs", "inputs", "save", "outputs"),
-    "save twice": ("load", "inputs", "save", "save", "outputs"),
     "outputs twice": ("load", "inputs", "save", "outputs", "outputs"),
     "load forgotten": ("inputs", "save", "outputs"),
-    "load forgotten before save": ("save", "outputs"),
     "load forgotten before outputs": ("outputs",),
-    "load last": ("inputs", "save", "outputs", "load"),
     "save after outputs": ("load", "inputs", "outputs", "save"),
-    "inputs after outputs": ("load", "save", "outputs", "inputs"),
     "outputs forgotten": ("load", "inputs", "save"),
     "outputs forgotten, nothing saved": ("load", "inputs"),
     "all forgotten but load": ("load",),
@@ -128,18 +121,14 @@ def doing(save, record):
 
 BAD_SAVES = {
     "dotted key": lambda x: {"a.b": x},
-    "empty key": lambda x: {"": x},
     "number as key": lambda x: {1: x},
     "number": lambda x: {"x": x, "n": 3},
     "list of tensors": lambda x: {"x": [x]},
-    "list": lambda x: [x],
     "tensor": lambda x: x,
 }
 BAD_OUTPUTS = {
     "number": lambda x: (x.sin(), 3),
-    "text": lambda x: ("x",),
     "tuple": lambda x: ((x.sin(), x.cos()),),
-    "dict": lambda x: ({"y": x.sin()},),
 }
 
 
@@ -153,22 +142,16 @@ def test_saving_or_returning_what_is_no_tensor_is_an_error(policy):
         assert not isinstance(error, remat.MismatchError), name
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"it", ("a", "b")], ids=str)
-def test_name_that_is_empty_or_no_string_is_an_error(name):
-    raised_by(lambda x: Scripted.apply(x, right, name, SAVE), remat.UsageError)
-    raised_by(lambda x: call("auto", Both, Trace(), name, SAVE, x), remat.UsageError)
-    with pytest.raises(remat.UsageError):
-        checkpointed(lambda x: call("op", Both, Trace(), name, SAVE, x))(leaf(3))
-
-
-@pytest.mark.parametrize("policy", ["SAVE", None, True, remat.CheckpointPolicy, TorchPolicy.MUST_SAVE], ids=str)
-def test_policy_of_another_type_is_an_error_that_names_the_op(policy):
-    error = raised_by(lambda x: Scripted.apply(x, right, "it", policy), remat.UsageError)
-    assert error.op == "it"
-    assert "CheckpointPolicy" in str(error)
-    raised_by(lambda x: Refuses.apply(x, [True], "it", policy), remat.UsageError)
-    with pytest.raises(remat.UsageError):
-        checkpointed(lambda x: call("op", Both, Trace(), "it", policy, x))(leaf(3))
+def test_wrong_name_or_policy_is_an_error():
+    for name in ("", None, 3):
+        raised_by(lambda x, name=name: Scripted.apply(x, right, name, SAVE), remat.UsageError)
+        raised_by(lambda x, name=name: call("auto", Both, Trace(), name, SAVE, x), remat.UsageError)
+    for policy in ("SAVE", None, True, TorchPolicy.MUST_SAVE):
+        for function in (Scripted, Refuses):
+            given = right if function is Scripted else [True]
+            error = raised_by(lambda x, f=function, g=given, p=policy: f.apply(x, g, "it", p), remat.UsageError)
+            assert error.op == "it"
+            assert "CheckpointPolicy" in str(error)
 
 
 @pairwise(first=POLICIES, second=POLICIES, style=STYLES, replay_only=[False, True], ids=str)
@@ -182,21 +165,6 @@ def test_name_used_twice_in_a_region_is_an_error_that_names_it(first, second, st
 
     error = raised_by(block, remat.RematError if replay_only else remat.UsageError)
     assert error.op == "twice"
-
-
-def test_same_names_in_other_regions_inner_regions_and_outside_are_fine():
-    def block(x):
-        return call("handle", Both, Trace(), "it", SAVE, x.sin())
-
-    def outer(x):
-        return checkpointed(block)(checkpointed(block)(block(x)))
-
-    x = leaf(3)
-    y = checkpointed(block)(checkpointed(outer)(block(block(x))))
-    expected = x
-    for _ in range(6):
-        expected = block(expected)
-    assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
 
 
 def dirty(ctx, handle, x):
@@ -236,34 +204,6 @@ def test_mark_dirty_is_an_error_under_save_and_on_a_saved_output_and_is_equal_un
 
     x = leaf(3)
     assert_same(*(torch.autograd.grad(wrap(block)(x).sum(), x) for wrap in (plain, checkpointed)))
-
-
-def test_saving_past_the_handle_is_equal_under_recompute_and_an_error_under_save():
-    def past(ctx, handle, x):
-        if (ret := handle.maybe_load_saved()) is not None:
-            return ret
-        x = handle.save_or_load_inputs(x)
-        y = x.sin()
-        ctx.save_for_backward(x, y)
-        return handle.record_outputs(y)
-
-    def block(x, policy):
-        return Scripted.apply(x.exp(), past, "it", policy).view(-1)
-
-    x = leaf(3)
-    expected, actual = (torch.autograd.grad(wrap(block)(x, RECOMPUTE).sum(), x) for wrap in (plain, checkpointed))
-    assert_same(expected, actual)
-    raised_by(lambda x: block(x, SAVE), remat.MismatchError)
-
-
-def test_inputs_that_were_not_given_to_the_handle_are_a_placeholder_error_where_they_are_read():
-    def block(x):
-        h = call("handle", Both, Trace(), "made", SAVE, x.sin())
-        return Scripted.apply(h, script_of("load", "save", "outputs"), "reader", RECOMPUTE)
-
-    error = raised_by(block, remat.PlaceholderError)
-    assert error.op == "made"
-    assert re.search(r"\bmade\b", str(error))
 
 
 class Refuses(Function):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -31,79 +28,9 @@ from tests.handle_ops import (
     Transpose,
     as_tuple,
     call,
+    policy_ids,
 )
-from tests.helpers import (
-    LiveStorages,
-    assert_same,
-    assert_same_program,
-    checkpointed,
-    leaf,
-    pairwise,
-    plain,
-)
-
-
-def my_op_fwd1(x):
-    return x.sin()
-
-
-def my_op_fwd2(y):
-    return y.exp()
-
-
-def my_op_bwd(x, y, grad_z):
-    return grad_z * y.exp() * x.cos(), None, None
-
-
-class MyOp(Function):
-    """The example of the README, as it stands there; it counts its runs."""
-
-    runs = 0
-
-    @staticmethod
-    def forward(ctx, x, op_name, remat_policy):
-        handle = remat.get_handle(ctx, op_name, remat_policy)
-        if (ret := handle.maybe_load_saved()) is not None:
-            return ret
-        x = handle.save_or_load_inputs(x)
-        MyOp.runs += 1
-        y = my_op_fwd1(x)
-        z = my_op_fwd2(y)
-        handle.save_for_backward(
-            {"x": x, "y": y},  # order matters!
-        )
-        return handle.record_outputs(z)
-
-    @staticmethod
-    def backward(ctx, grad_z):
-        x, y = ctx.saved_tensors
-        return my_op_bwd(x, y, grad_z)
-
-
-class Probe(Function):
-    """Logs what the handle answers in each call."""
-
-    @staticmethod
-    def forward(ctx, x, log, op_name, policy):
-        handle = remat.get_handle(ctx, op_name, policy)
-        assert isinstance(handle, remat.RematHandle)
-        ret = handle.maybe_load_saved()
-        if ret is not None:
-            log.append(("loaded", type(ret) is not tuple and remat.is_placeholder(ret)))
-            return ret
-        given = remat.is_placeholder(x)
-        x = handle.save_or_load_inputs(x)
-        log.append(("ran", given, remat.is_placeholder(x)))
-        y = x.sin()
-        handle.save_for_backward({"x": x, "y": y})
-        return handle.record_outputs(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        assert not remat.is_placeholder(x)
-        assert not remat.is_placeholder(y)
-        return grad * x.cos() * (1 + y), None, None, None
+from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, leaf, name_of, pairwise, plain
 
 
 def run_kernel(style, kernel, trace, policy, x, w):
@@ -138,156 +65,51 @@ def test_op_is_equal_and_its_body_runs_as_often_as_its_policy_says(kernel, style
     assert_same(expected, program(plain))
 
 
-def test_readme_example_works_as_written():
-    class Bare(Function):  # without staticmethod
-        forward = MyOp.forward
-
-        def backward(ctx, grad_z):
-            return my_op_bwd(*ctx.saved_tensors, grad_z)
-
-    def program(wrap, function, policies):
-        MyOp.runs = 0
-
-        def block(x):
-            for index, policy in enumerate(policies):
-                x = function.apply(x, f"op{index}", policy)
-            return x
-
-        x = leaf(3)
-        y = wrap(block)(x)
-        y.sum().backward()
-        assert MyOp.runs == (3 if wrap is plain else 3 + policies.count(RECOMPUTE))
-        return y, x.grad
-
-    for function, policies in itertools.product([MyOp, Bare], itertools.product(POLICIES, repeat=3)):
-        assert_same_program(partial(program, function=function, policies=policies))
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_region_whose_ops_need_no_replay_is_not_replayed(style):
-    traces = []
-
-    def program(wrap):
-        trace = Trace()
-        traces.append(trace)
-
-        def block(x):
-            h = call(style, Inner, trace, "a", SAVE, x * 2)
-            h = call(style, Result, trace, "b", SAVE, h)
-            h = call(style, Shift, trace, "c", SAVE, h)
-            return call(style, Inner, trace, "d", SAVE, h) + 1, call(style, Sort, trace, "e", SAVE, h)[0]
-
-        x = leaf(3, 3)
-        y, z = wrap(block)(x)
-        (y.sum() + z.square().sum()).backward()
-        return y, z, x.grad
-
-    assert_same_program(program, replays=0)
-    assert traces[1].runs == dict.fromkeys("abcde", 1)
-
-
-def test_handle_answers_none_in_forward_and_a_placeholder_in_replay_of_a_saved_op():
-    log = []
-    for policy in POLICIES:
-        Probe.apply(leaf(3), log, "outside of regions", policy).sum().backward()
-    assert log == [("ran", False, False)] * 2
-    log.clear()
+    trace = Trace()
 
     def block(x):
-        return Probe.apply(Probe.apply(x.sin(), log, "a", SAVE), log, "b", RECOMPUTE)
+        h = call(style, Inner, trace, "a", SAVE, x * 2)
+        h = call(style, Result, trace, "b", SAVE, h)
+        h = call(style, Shift, trace, "c", SAVE, h)
+        return call(style, Inner, trace, "d", SAVE, h) + 1, call(style, Sort, trace, "e", SAVE, h)[0]
 
-    y = checkpointed(block)(leaf(3))
-    assert log == [("ran", False, False)] * 2
-    log.clear()
-    y.sum().backward()
-    assert log == [("loaded", True), ("ran", True, False)]
+    y, z = checkpointed(block)(leaf(3, 3))
+    (y.sum() + z.square().sum()).backward()
+    assert trace.runs == dict.fromkeys("abcde", 1)
 
 
 def test_methods_keep_one_tensor_bare_and_several_in_a_tuple():
     seen = []
 
-    class Two(Function):
+    class Op(Function):
         @staticmethod
-        def forward(ctx, x, w, name, policy):
+        def forward(ctx, name, policy, *inputs):
             handle = remat.get_handle(ctx, name, policy)
             if (ret := handle.maybe_load_saved()) is not None:
-                seen.append(("loaded", type(ret), len(ret)))
+                seen.append(("loaded", isinstance(ret, tuple)))
                 return ret
-            both = handle.save_or_load_inputs(x, w)
-            seen.append(("inputs", type(both), len(both)))
-            x, w = both
-            handle.save_for_backward({"x": x, "w": w})
-            out = handle.record_outputs(x * w, x + w)
-            seen.append(("outputs", type(out), len(out)))
+            given = handle.save_or_load_inputs(*inputs)
+            inputs = as_tuple(given)
+            handle.save_for_backward({"first": inputs[0]})
+            out = handle.record_outputs(*(x.sin() for x in inputs))
+            seen.append(("ran", type(given), type(out)))
             return out
 
         @staticmethod
-        def backward(ctx, g, h):
-            x, w = ctx.saved_tensors
-            return g * w + h, g * x + h, None, None
+        def backward(ctx, *grads):
+            return None, None, *grads
 
     def block(x, w):
-        return Two.apply(*Two.apply(x, w, "a", SAVE), "b", RECOMPUTE)
+        y, z = Op.apply("two", SAVE, Op.apply("one", SAVE, x), w)
+        return Op.apply("again", RECOMPUTE, y), z
 
     y, z = checkpointed(block)(leaf(3), leaf(3))
-    assert seen == [("inputs", tuple, 2), ("outputs", tuple, 2)] * 2
+    assert seen == [("ran", torch.Tensor, torch.Tensor), ("ran", tuple, tuple), ("ran", torch.Tensor, torch.Tensor)]
     seen.clear()
     (y + z).sum().backward()
-    assert seen == [("loaded", tuple, 2), ("inputs", tuple, 2), ("outputs", tuple, 2)]
-
-
-def test_order_of_saved_tensors_is_the_order_of_keys():
-    order = []
-
-    class Ordered(Function):
-        @staticmethod
-        def forward(ctx, x, policy):
-            handle = remat.get_handle(ctx, "it", policy)
-            if (ret := handle.maybe_load_saved()) is not None:
-                return ret
-            x = handle.save_or_load_inputs(x)
-            handle.save_for_backward({"z": x + 3, "none": None, "a": x, "m": x + 1})
-            return handle.record_outputs(x * 1)
-
-        @staticmethod
-        def backward(ctx, grad):
-            z, none, a, m = ctx.saved_tensors
-            order.append([none, *(t.detach().clone() for t in (a, m, z))])
-            return grad, None
-
-    for policy in POLICIES:
-        x = torch.zeros(2, requires_grad=True)
-        checkpointed(lambda x, policy=policy: Ordered.apply(x.exp(), policy))(x).sum().backward()
-    for none, *values in order:
-        assert none is None
-        assert [value[0].item() for value in values] == [1, 2, 4]
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("producer", ["native", RECOMPUTE, SAVE])
-def test_one_tensor_saved_under_two_names_is_right(producer, style):
-    def forward(ctx, x):
-        y = x.sin()
-        return y, {"a": x, "b": x, "y": y, "z": y, "row": x[0]}
-
-    def backward(ctx, saved, grad):
-        a, b, y, z, row = saved
-        return grad * a + b * y * z + row
-
-    kernel = Kernel("twice", ("a", "b", "y", "z", "row"), forward, backward)
-
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            h = x * 2 if producer == "native" else call(style, Inner, Trace(), "h", producer, x)
-            return call(style, kernel, Trace(), "it", SAVE, h), x.exp()
-
-        y, z = wrap(block)(x)
-        results = [torch.autograd.grad(y.sum() + z.sum(), x, retain_graph=True) for _ in range(2)]
-        return y, results, torch.autograd.grad(y.sum(), x)
-
-    assert_same_program(program)
+    assert seen == [("loaded", False), ("loaded", True), ("ran", torch.Tensor, torch.Tensor)]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -310,38 +132,6 @@ def test_tensors_from_outside_the_region_are_not_copied(style):
     got = torch.autograd.grad(loss, [x, outside[0], outside[2]])
     trace = Trace()
     assert_same(torch.autograd.grad(block(x).sum(), [x, outside[0], outside[2]]), got)
-
-
-VIEWS = {
-    "itself": lambda t: t,
-    "transposed": lambda t: t.t(),
-    "expanded": lambda t: t[2].expand(4, 3),
-    "diagonal": lambda t: t.diagonal(),
-    "unfolded": lambda t: t.unfold(0, 2, 1),
-    "other dtype": lambda t: t.detach().view(torch.int32),
-    "detached": lambda t: t.detach()[0],
-}
-
-
-@pairwise(name=VIEWS, style=STYLES)
-def test_views_of_skipped_outputs_are_given_back_exactly(name, style):
-    seen = []
-
-    def forward(ctx, x, w):
-        seen.append((x.clone(), x.shape, x.stride(), x.storage_offset(), x.dtype, ctx.needs_input_grad[1:3]))
-        return x.double().nan_to_num().tanh().sum().float() + w.sin(), {"w": w}
-
-    kernel = Kernel("look", ("w",), forward, lambda ctx, saved, grad: (None, grad * saved[0].cos()), 2)
-
-    def block(x, w):
-        s = call(style, Inner, Trace(), "s", SAVE, x)
-        return call(style, kernel, Trace(), "look", RECOMPUTE, VIEWS[name](s), w)
-
-    y = checkpointed(block)(leaf(3, 3), leaf(3))
-    y.sum().backward()
-    assert len(seen) == 2
-    assert_same(seen[0][0], seen[1][0])
-    assert seen[0][1:] == seen[1][1:]
 
 
 def written_copy(tensor):
@@ -370,24 +160,310 @@ def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, st
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("policies", list(itertools.product(POLICIES, repeat=2)), ids=str)
-def test_gradient_taken_inside_is_equal_through_recomputed_ops_and_refused_through_a_saved_one(policies):
+# --- Ops that autograd does not record
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_policy_holds_where_no_input_needs_a_gradient(style):
+    traces = []
+
     def program(wrap):
-        x = leaf(3)
+        trace = Trace()
+        traces.append(trace)
+        x, t = leaf(3), torch.randn(3)
 
         def block(x):
-            h = call("handle", Both, Trace(), "a", policies[0], x.sin())
-            r = call("handle", Both, Trace(), "b", policies[1], h)
-            (grad,) = torch.autograd.grad(r.sum(), x, retain_graph=True)
-            return call("handle", Affine, Trace(), "c", RECOMPUTE, r, grad)
+            s = call(style, Both, trace, "constant", SAVE, t)
+            with torch.no_grad():
+                s = call(style, Affine, trace, "under no_grad", SAVE, x, s)
+                r = call(style, Both, trace, "again", RECOMPUTE, s)
+            assert not s.requires_grad
+            s = call(style, Inner, trace, "tail", SAVE, s)
+            return call(style, Affine, trace, "reader", RECOMPUTE, call(style, Affine, trace, "sum", SAVE, x, s), r)
 
         y = wrap(block)(x)
         y.sum().backward()
         return y, x.grad
 
-    if SAVE in policies:
-        with pytest.raises(remat.UsageError) as caught:
-            program(checkpointed)
-        assert (caught.value.region, caught.value.op) == ("block", "b" if policies[1] is SAVE else "a")
-    else:
-        assert_same_program(program)
+    assert_same_program(program, replays=1)
+    assert traces[1].runs == {"constant": 1, "under no_grad": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
+def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
+    for context in (torch.no_grad, torch.inference_mode):
+        trace, x = Trace(), leaf(3, 3)
+        with context():
+            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
+            expected = call("plain", Both, Trace(), "it", policy, x.sin())
+        assert_same(expected, y)
+        assert trace.runs == {"it": 1}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
+    trace, x, t = Trace(), leaf(3), torch.randn(3)
+
+    def block(x):
+        one = call(style, Both, trace, "read", SAVE, t)
+        two = call(style, Inner, trace, "unread", SAVE, one)
+        return call(style, Affine, trace, "reader", RECOMPUTE, x, one), two
+
+    y, two = checkpointed(block)(x)
+    loss = y.sum()
+    del y, two
+    assert trace.alive() == {"read.out"}
+    loss.backward()
+    assert trace.alive() == set()
+    assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
+
+
+@pairwise(style=STYLES, chain=["R", "OR", "RSSR"], early_stop=[True, False])
+def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, early_stop):
+    policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
+    traces = []
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+
+        def block(x):
+            with torch.inference_mode():
+                h = x.detach() * 2
+                for place, name in enumerate(chain):
+                    h = call(style, Both, trace, f"{place}", policies[name], h)
+            s = call(style, Affine, trace, "after", SAVE, x.cos(), x)
+            return call(style, Both, trace, "last", RECOMPUTE, s)
+
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop)
+    ops = {f"{place}": 1 + (name == "R") for place, name in enumerate(chain)}
+    assert traces[1].runs == {**ops, "after": 1, "last": 2}
+
+
+# --- Views of what replay has, and what changes before it is saved
+
+
+VIEWS = {
+    "itself": lambda t: t,
+    "detached": lambda t: t.detach(),
+    "transposed": lambda t: t.t(),
+    "expanded": lambda t: t[0].expand(5, 4),
+    "unfolded": lambda t: t.view(16).unfold(0, 3, 2),
+    "as strided": lambda t: t.as_strided((2, 3), (5, 1), 2),
+    "smaller dtype": lambda t: t.view(torch.float16),
+    "of complex": lambda t: t,
+    "real pairs": lambda t: torch.view_as_real(t)[..., 1],
+    "conjugate": lambda t: t.conj(),
+    "negative": lambda t: t.conj().imag,
+}
+OF_COMPLEX = ("of complex", "real pairs", "conjugate", "negative")
+
+
+def description(tensor):
+    """Return all that tells how a tensor shows its storage."""
+    how = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return (*how, tensor.is_conj(), tensor.is_neg())
+
+
+PRODUCER = Kernel("producer", (), lambda ctx, x: (x * 2 + 1, {}), lambda ctx, saved, grad: grad * 2)
+
+
+def numbers(tensor):
+    """Return the tensor's values as bounded doubles that autograd does not follow."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().nan_to_num().tanh()
+
+
+def keeper_kernel(make, seen):
+    """Return a kernel that saves what `make` makes of its input, and notes what backward sees of it."""
+
+    def forward(ctx, x):
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return numbers(x).sum(), {"v": make(x)}
+
+    def backward(ctx, saved, grad):
+        seen.append((description(saved[0]), numbers(saved[0])))
+        return (grad * numbers(saved[0]).sum()).to(ctx.dtype).expand(ctx.shape)
+
+    return Kernel("keeper", ("v",), forward, backward)
+
+
+def check_saved_view(name, style, producer, where):
+    seen, traces, view = [], [], VIEWS[name]
+    keeper = keeper_kernel(view if where == "body" else VIEWS["itself"], seen)
+
+    def program(wrap):
+        trace = Trace()
+        traces.append(trace)
+
+        def block(x):
+            if producer == "op":
+                x = call(style, PRODUCER, trace, "producer", RECOMPUTE, x)
+            elif producer == "native":
+                x = x * 2 + 1
+                trace.ran("producer", (), (x,))
+            return call(style, keeper, trace, "keeper", SAVE, view(x) if where == "caller" else x)
+
+        x = torch.randn(4, 4, dtype=torch.complex64 if name in OF_COMPLEX else torch.float32, requires_grad=True)
+        y = wrap(block)(x * 1)
+        assert wrap is plain or trace.alive() <= {"keeper.out"}
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program)
+    assert traces[1].runs["keeper"] == 1
+    (how, values), (how_region, values_region) = seen
+    assert how == how_region
+    assert_same(values, values_region)
+
+
+@pairwise(
+    name=VIEWS,
+    style=STYLES,
+    producer=["input", "op", "native"],
+    where=["caller", "body"],
+    possible=lambda style, producer, name, where: (
+        (producer != "native" or style == "auto")  # where the arguments are known
+        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
+    ),
+)
+def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
+    check_saved_view(name, style, producer, where)
+
+
+def test_saved_view_without_a_base_of_an_input_keeps_nothing_and_is_exact():
+    for name in ("detached", "smaller dtype"):
+        check_saved_view(name, "auto", "input", "body")
+
+
+OTHER = {
+    "dtype": lambda h: h.double(),
+    "producer": lambda h: h.flip(0),
+    "shape": lambda h: h[:2].clone(),
+    "device": lambda h: h.to("meta"),
+    "no tensor": lambda h: None,
+}
+
+
+@pairwise(
+    name=OTHER, style=["auto"], check=["default", "bitwise", "none", torch.sum], where=["caller", "body"], ids=name_of
+)
+def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
+    keeper = Kernel(
+        "keeper",
+        ("x",),
+        lambda ctx, x: (x.exp(), {"x": x if where == "caller" else x.view(2, 2).t()}),
+        lambda ctx, saved, grad: grad * saved[0].reshape(4).exp(),
+    )
+
+    def block(x):
+        h = x.sin()
+        return call(style, keeper, Trace(), "keeper", SAVE, OTHER[name](h) if remat.is_recomputing() else h)
+
+    x = leaf(4)
+    loss = checkpointed(block, region_name="block", determinism_check=check)(x).sum()
+    if name == "producer" and check in ("none", torch.sum):
+        loss.backward()  # nothing but what was asked for is compared
+        return
+    with pytest.raises(remat.MismatchError) as caught:
+        loss.backward()
+    assert x.grad is None
+    assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
+
+
+def halve_data(h):
+    h.data.mul_(0.5)
+
+
+def halve_in_numpy(h):
+    h.detach().numpy()[...] *= 0.5
+
+
+def replace_data(h):
+    h.data = h.data * 0.5
+
+
+@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
+@pairwise(style=STYLES, write=[halve_data, halve_in_numpy, replace_data], early_stop=[True, False])
+def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
+    style, write, early_stop, policy
+):
+    """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
+
+    def program(wrap):
+        x = leaf(4)
+
+        def block(x):
+            h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, x)
+            write(h)
+            return call(style, Affine, Trace(), "keeper", SAVE, h, x)
+
+        y = wrap(block)(x)
+        y.sum().backward()
+        return y, x.grad
+
+    assert_same_program(program, early_stop=early_stop, policy=policy)
+
+
+# --- Functions without a handle
+
+
+class DoubleAndSave(Function):
+    """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        square = x * x
+        ctx.save_for_backward(x)
+        return x, square
+
+    @staticmethod
+    def backward(ctx, grad, grad_square):
+        (x,) = ctx.saved_tensors
+        return 2 * grad + 4 * x * grad_square
+
+
+def of_kernel(kernel):
+    return lambda x, w: run_kernel("plain", kernel, Trace(), None, x.sin(), w)[0]
+
+
+def changes_its_argument(x, w):
+    changed, square = DoubleAndSave.apply(x.sin() * 1)
+    return changed.exp() * square.cos()
+
+
+@pytest.mark.parametrize("function", [*map(of_kernel, KERNELS), changes_its_argument])
+def test_function_without_a_handle_is_equal(function):
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = wrap(lambda x: function(x, w))(x)
+        return y, torch.autograd.grad(y.sum(), [x, w], allow_unused=True)[0]
+
+    assert_same_program(program, replays=1)
+
+
+def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
+    pointers = []
+
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            pointers.append(w.data_ptr())
+            return grad * w, grad * x
+
+    w = nn.Parameter(torch.randn(3))
+    checkpointed(lambda x: Scale.apply(x.sin(), w).exp())(leaf(3)).sum().backward()
+    assert pointers == [w.data_ptr()]

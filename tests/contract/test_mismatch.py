@@ -1,21 +1,18 @@
-"""Replays that differ from forward: other ops, other shapes, other parameters."""
+"""Replays that differ from forward: other ops, other shapes, other parameters, other calls."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 import torch_remat as remat
+from tests.handle_ops import RECOMPUTE, SAVE, STYLES, Both, Trace, call
 from tests.helpers import (
-    Mlp,
     assert_same,
-    assert_same_program,
     chain,
     checkpointed,
     leaf,
@@ -109,32 +106,7 @@ def other_parameters(module):
     return {name: (p.detach() + 1).requires_grad_() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("input_needs_grad", [True, False])
-def test_region_inside_functional_call_raises_with_the_position(input_needs_grad):
-    module = TwoLayers()
-    module.wrap = lambda f: checkpointed(f, region_name="block")
-    x = torch.randn(2, 3, requires_grad=input_needs_grad)
-    y = functional_call(module, other_parameters(module), (x,))
-    with pytest.raises(remat.MismatchError) as caught:
-        y.sum().backward()
-    assert caught.value.region == "block"
-    assert position(caught.value) >= 0
-
-
-def test_region_around_functional_call_is_equal():
-    def program(wrap):
-        module = Mlp(3)
-        parameters = other_parameters(module)
-        x = leaf(2, 3)
-        y = wrap(lambda parameters, x: functional_call(module, parameters, (x,)))(parameters, x)
-        y.sum().backward()
-        return y, x.grad, *(p.grad for p in parameters.values())
-
-    assert_same_program(program, replays=1)
-
-
-@pytest.mark.parametrize("name", ["one", "two"])
-@pytest.mark.parametrize("input_needs_grad", [True, False])
+@pairwise(name=["one", "two"], input_needs_grad=[True, False])
 def test_swapped_module_or_weight_is_an_error_that_names_the_parameter(name, input_needs_grad):
     for swap in (
         lambda module: setattr(module, name, nn.Linear(3, 3)),
@@ -193,23 +165,8 @@ def test_replay_that_takes_another_view_of_the_same_shape_is_an_error(name, plac
 
 
 def test_another_view_is_an_error_that_shows_both():
-    block = other_view(lambda h: h, lambda h: h.t())["argument"]
-    with pytest.raises(remat.MismatchError, match=r"a whole tensor here, but replay saved a view with strides"):
-        checkpointed(block)(leaf(4, 4), leaf(4, 4)).sum().backward()
-
-
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
-@pytest.mark.parametrize("given", [lambda x: x, lambda x: x.t(), lambda x: x[1:], lambda x: x[:, 1:].t()])
-def test_views_of_inputs_that_come_back_with_other_strides_are_no_difference(given, hooks):
-    def block(x, w):
-        return (x.t() @ x * x.t().sum() + x[1:].sum() * x.view_as(x).exp().t().mean()).sin()
-
-    base = leaf(5, 5)
-    expected = torch.autograd.grad(block(given(base), None).sum(), base)
-    with hooks():
-        y = checkpointed(block)(given(base * 1), None)
-    y.sum().backward()
-    assert torch.equal(base.grad, expected[0])
+    error = raised(other_view(lambda h: h, lambda h: h.t())["argument"], leaf(4, 4), leaf(4, 4))
+    assert "a whole tensor here, but replay saved a view with strides" in str(error)
 
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default]], ids=["plain", "policy"])
@@ -224,15 +181,184 @@ def test_error_names_the_line_that_does_otherwise_in_replay(differs, policy):
     assert f"at {Path(__file__).name}:{other.__code__.co_firstlineno + 1}" in text
 
 
-def test_replaced_and_changed_parameters_are_told_with_the_line_that_reads_them():
-    module = nn.Linear(4, 4)
-    weight = module.weight
-    for change, error in [
-        (lambda: setattr(module, "bias", nn.Parameter(torch.ones(4))), remat.MismatchError),
-        (lambda: weight.add_(1), remat.MutationError),
-    ]:
-        y = checkpointed(lambda x: module(x).sin(), region_name="block")(leaf(4, 4))
-        with torch.no_grad():
-            change()
-        with pytest.raises(error, match=rf"reads .*at {Path(__file__).name}:\d+"):
-            y.sum().backward()
+# --- Which check notices what; docs/limits.md says the same.
+
+one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+weight = torch.randn(4, 4)
+
+# What differs: how the function goes on from x, in forward and in replay; then by what it is noticed.
+DIFFERENCES = {
+    "fewer saved tensors": (lambda x: x.exp().sin().cos(), lambda x: x.exp().sin(), {"default", "bitwise", "policy"}),
+    "another op, which saves its result": (
+        lambda x: x.sigmoid(),
+        lambda x: x.exp(),
+        {"default", "bitwise", "policy"},
+    ),
+    "another op before one that saves its argument": (
+        lambda x: x.sin().cos().tan(),
+        lambda x: x.sin().tanh().tan(),
+        {"default", "bitwise", "policy"},
+    ),
+    "another parameter": (lambda x: one(x).exp(), lambda x: other(x).exp(), {"default", "bitwise", "policy"}),
+    # These change a value that backward reads, and no description of one.
+    "another scalar": (lambda x: (x * 2).exp(), lambda x: (x * 3).exp(), {"bitwise"}),
+    "another tensor from outside, made in the region": (
+        lambda x: (x * weight.t().clone()).exp(),
+        lambda x: (x * weight.clone()).exp(),
+        {"bitwise"},
+    ),
+    "other arguments in the same order of ops": (
+        lambda x: (x.sin() - x.cos()).exp(),
+        lambda x: (x.cos() - x.sin()).exp(),
+        {"bitwise", "policy"},
+    ),
+    "sin becomes cos before an op that saves its result": (
+        lambda x: x.sin().exp(),
+        lambda x: x.cos().exp(),
+        {"bitwise", "policy"},
+    ),
+    # These change nothing that backward reads: the gradients are those of forward.
+    "sin becomes cos, the last op": (lambda x: x.exp().sin(), lambda x: x.exp().cos(), set()),
+    "other ops after the last saved tensor": (lambda x: x.exp() + 1, lambda x: x.exp() - 1, set()),
+}
+HARMLESS = ("sin becomes cos, the last op", "other ops after the last saved tensor")
+CHECKS = {
+    "default": {},
+    "bitwise": {"determinism_check": "bitwise"},
+    "policy": {"policy": lambda *_, **__: False},
+    "none": {"determinism_check": "none"},
+}
+
+
+def gradient(function, x, **options):
+    y = remat.checkpoint(**options)(lambda x: function(x))(x)
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@pairwise(check=["default", "bitwise", "policy"], name=DIFFERENCES)
+def test_difference_is_noticed_as_the_limits_say(name, check):
+    forward, replay, noticed_by = DIFFERENCES[name]
+    x = leaf(4, 4)
+    function = differing(forward, replay)
+    if check in noticed_by:
+        with pytest.raises(remat.MismatchError):
+            gradient(function, x, **CHECKS[check])
+        return
+    expected = torch.autograd.grad(forward(x).sum(), x)[0]
+    assert torch.equal(gradient(function, x, **CHECKS[check]), expected) == (name in HARMLESS)
+
+
+def test_native_region_compares_its_ops():
+    inside = differing(torch.sin, torch.cos)
+    with pytest.raises(remat.MismatchError, match=r"forward ran aten\.sin\.default.*replay ran aten\.cos\.default"):
+        gradient(lambda x: remat.native_save_region("op", lambda x: inside(x).exp(), x).sin().exp(), leaf(4, 4))
+
+
+def test_values_of_a_callable_check_are_all_that_is_compared():
+    forward, replay, _ = DIFFERENCES["another scalar"]
+    with pytest.raises(remat.MismatchError):
+        gradient(differing(forward, replay), leaf(4, 4), determinism_check=lambda tensor: tensor.sum().item())
+    forward, replay, _ = DIFFERENCES["another op before one that saves its argument"]
+    gradient(differing(forward, replay), leaf(4, 4), determinism_check=lambda tensor: 0)
+
+
+# --- Calls that differ, in a region or in regions inside it
+
+OFFLOAD = remat.CheckpointPolicy.OFFLOAD
+A, B, C = ("a", SAVE), ("b", SAVE), ("c", SAVE)
+AR, BR, CR = ("a", RECOMPUTE), ("b", RECOMPUTE), ("c", RECOMPUTE)
+
+# What runs in forward, what in replay, and the op that the error names.
+CALLS_THAT_DIFFER = {
+    "policy to recompute": ([A, BR], [AR, BR], "a"),
+    "policy to save": ([AR, BR], [A, BR], "a"),
+    "policy to offload": ([A, B], [A, ("b", OFFLOAD)], "b"),
+    "names swapped": ([A, B, CR], [B, A, CR], "b"),
+    "another name": ([A, B], [A, C], "c"),
+    "first is missing": ([A, B, CR], [B, CR], "b"),
+    "recomputed one is new": ([A, C], [A, BR, C], "b"),
+    # Where the last one is missing or new, replay shows it at its end alone.
+    "last is missing": ([A, B], [A], None),
+    "last is new": ([A], [A, B], "b"),
+}
+
+
+def run_ops(style, ops, x):
+    """Run calls, given as `(name, policy)`, one after another."""
+    for name, policy in ops:
+        if style == "native":
+            x = remat.op(lambda h: h.sin().exp(), name, policy=policy)(x)
+        else:
+            x = call(style, Both, Trace(), name, policy, x)
+    return x
+
+
+@pairwise(name=CALLS_THAT_DIFFER, style=[*STYLES, "native"], early_stop=[True, False])
+def test_op_that_differs_in_replay_is_an_error_that_names_it(name, style, early_stop):
+    forward, replay, op = CALLS_THAT_DIFFER[name]
+
+    def block(x):
+        return run_ops(style, replay if remat.is_recomputing() else forward, x.sin()), x.cos().exp()
+
+    x = leaf(3)
+    y, z = checkpointed(block, region_name="block", early_stop=early_stop)(x)
+    with pytest.raises(remat.MismatchError) as caught:
+        (y.sum() + z.sum()).backward()
+    assert x.grad is None
+    assert caught.value.region == "block"
+    assert caught.value.op == op or op is None
+    assert (op or forward[-1][0]) in str(caught.value)
+    assert not remat.is_recomputing()
+
+
+def nested(depth, block, **options):
+    """Return a function that runs a block `depth` regions deep, with ops that save around each."""
+
+    def level(x):
+        h = x.sin()
+        h = nested(depth - 1, block, **options)(h) if depth > 1 else checkpointed(block, region_name="inner")(h)
+        return h.exp().cos()
+
+    return checkpointed(level, region_name=f"level {depth}", **options)
+
+
+def run_differing(style, forward, replay, depth=1, run_that_differs=2, **options):
+    runs = []
+
+    def block(x):
+        runs.append(None)
+        return run_ops(style, replay if len(runs) == run_that_differs else forward, x.cos())
+
+    x = leaf(3)
+    y = nested(depth, block, **options)(x)
+    with pytest.raises(remat.MismatchError) as caught:
+        y.sum().backward()
+    assert x.grad is None
+    assert len(runs) >= run_that_differs
+    return caught.value
+
+
+@pairwise(name=CALLS_THAT_DIFFER, style=[*STYLES, "native"], early_stop=[True, False])
+def test_op_of_an_inner_region_that_differs_in_the_outer_replay_is_an_error_that_names_it(name, style, early_stop):
+    forward, replay, op = CALLS_THAT_DIFFER[name]
+    error = run_differing(style, forward, replay, early_stop=early_stop)
+    assert_names(error, op)
+    assert "level 1" in str(error)
+
+
+@pytest.mark.parametrize("name", ["names swapped", "policy to save", "last is missing", "last is new"])
+def test_op_that_differs_in_any_replay_around_it_is_an_error_that_names_it(name):
+    """Its region's own replay is the run after those of the enclosing regions; it need not come to the last op."""
+    forward, replay, op = CALLS_THAT_DIFFER[name]
+    depth = 2
+    own_replay = depth + 2
+    for run in range(2, own_replay + (name != "last is missing" and name != "last is new")):
+        assert_names(run_differing("auto", forward, replay, depth, run), op)
+
+
+def assert_names(error, op):
+    """Of an op that is missing at the end, the enclosing region is named, and the op only if replay went to its end."""
+    if op is None:
+        assert error.region == "inner" or error.region.startswith("level ")
+    else:
+        assert (error.region, error.op) == ("inner", op)

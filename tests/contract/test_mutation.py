@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import namedtuple
 
+import optree
 import pytest
 import torch
 from torch import nn
 
 import torch_remat as remat
 from tests.batches import OptreeBatch, TorchBatch
-from tests.helpers import assert_same, chain, checkpointed, leaf, pairwise, plain
+from tests.handle_ops import RECOMPUTE, SAVE, STYLES, Both, Inner, Kernel, Trace, call
+from tests.helpers import chain, checkpointed, leaf, pairwise, plain
+from tests.ways import BY_NATIVE_REGION, BY_OP, BY_POLICY, RECOMPUTED
 
 Pair = namedtuple("Pair", ["one", "two"])
 
@@ -31,14 +35,6 @@ def assert_names(error, *words):
         assert error.tensor in str(error)
 
 
-def product(*tensors):
-    """Use every tensor so that replay needs it."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = (total * tensor).sin()
-    return total.exp()
-
-
 CALLS = {
     "first argument": (lambda f, a, b: f(a, b), 0, ["args", "0"]),
     "second argument": (lambda f, a, b: f(a, b), 1, ["args", "1"]),
@@ -54,25 +50,6 @@ CALLS = {
 }
 
 
-def tensors_anywhere(*args, **kwargs):
-    found = []
-
-    def walk(item):
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            for value in item.values():
-                walk(value)
-        elif isinstance(item, (list, tuple)):
-            for value in item:
-                walk(value)
-        elif hasattr(item, "features"):
-            walk([item.features, item.mask])
-
-    walk([args, kwargs])
-    return product(*found)
-
-
 @pairwise(place=CALLS, needs_grad=[True, False])
 def test_region_input_changed_before_backward_is_an_error_that_names_it(place, needs_grad):
     call, index, words = CALLS[place]
@@ -82,7 +59,9 @@ def test_region_input_changed_before_backward_is_an_error_that_names_it(place, n
         inputs.reverse()
 
     def block(*args, **kwargs):
-        return tensors_anywhere(*args, **kwargs) * w.sin()
+        leaves = optree.tree_leaves((args, kwargs))
+        tensors = [t for x in leaves for t in ((x.features, x.mask) if isinstance(x, TorchBatch) else (x,))]
+        return functools.reduce(lambda total, tensor: (total * tensor).sin(), tensors).exp() * w.sin()
 
     y = call(checkpointed(block, region_name="block"), *inputs)
     change(inputs[index])
@@ -92,24 +71,21 @@ def test_region_input_changed_before_backward_is_an_error_that_names_it(place, n
     assert w.grad is None
 
 
-@pytest.mark.parametrize("how", ["view", "base", "out", "copy", "row", "detached"])
-def test_input_changed_by_way_of_an_alias_is_an_error(how):
+@pytest.mark.parametrize(
+    "modify",
+    [
+        lambda base, x: x[0].mul_(2),
+        lambda base, x: base.zero_(),
+        lambda base, x: torch.add(torch.ones(3, 3), 1, out=x),
+        lambda base, x: x.detach().fill_(3),
+    ],
+    ids=["view", "base", "out", "detached"],
+)
+def test_input_changed_by_way_of_an_alias_is_an_error(modify):
     base = torch.randn(4, 3)
-    x = base[1:]
-    w = leaf(3)
+    x, w = base[1:], leaf(3)
     y = checkpointed(lambda x: (x * w).sin(), region_name="block")(x)
-    if how == "view":
-        x[0].mul_(2)
-    elif how == "base":
-        base.zero_()
-    elif how == "out":
-        torch.add(torch.ones(3, 3), 1, out=x)
-    elif how == "copy":
-        x.copy_(torch.ones(3, 3))
-    elif how == "row":
-        x[1, 2] = 5.0
-    else:
-        x.detach().fill_(3)
+    modify(base, x)
     with pytest.raises(remat.MutationError) as caught:
         y.sum().backward()
     assert_names(caught.value, "args", "0")
@@ -158,13 +134,6 @@ def factor_changed_through_a_view(x):
     return y.exp()
 
 
-def changed_after_all_was_saved(x):
-    h = x * 2
-    y = h.sin()
-    h.add_(1)
-    return y
-
-
 def changed_without_gradients(x):
     h = x * 2
     y = h.sin().exp()
@@ -173,7 +142,7 @@ def changed_without_gradients(x):
     return y.cos()
 
 
-CHANGES = [exp_then_add, factor_changed_through_a_view, changed_after_all_was_saved, changed_without_gradients]
+CHANGES = [exp_then_add, factor_changed_through_a_view, changed_without_gradients]
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -206,18 +175,7 @@ def test_parameter_changed_after_a_kept_graphs_first_backward_is_an_error():
         y.sum().backward()
 
 
-def test_state_is_clean_and_the_next_region_right_after_a_mutation_error():
-    x = leaf(3) * 1
-    y = checkpointed(chain)(x)
-    change(x)
-    with pytest.raises(remat.MutationError):
-        y.sum().backward()
-    assert not remat.is_recomputing()
-    x = leaf(3)
-    assert_same(torch.autograd.grad(checkpointed(chain)(x).sum(), x), torch.autograd.grad(chain(x).sum(), x))
-
-
-@pytest.mark.parametrize("way", ["plain", "policy", "native", "call"])
+@pytest.mark.parametrize("way", [RECOMPUTED, BY_OP, BY_NATIVE_REGION, BY_POLICY], ids=str)
 def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
     weight, x = torch.nn.Parameter(torch.randn(4, 4)), leaf(4, 4)
 
@@ -228,12 +186,7 @@ def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
             weight.mul_(1.5)
         return y
 
-    def named(x):
-        call = {"native": lambda: remat.native_save_region("k", block, x), "call": lambda: remat.op(block, "k")(x)}
-        return call.get(way, lambda: block(x))()
-
-    options = {"policy": lambda *_, **__: remat.CheckpointPolicy.RECOMPUTE} if way == "policy" else {}
-    y = remat.checkpoint(**options)(named)(x)
+    y = way.region(lambda x: way.keep("k", block, x))(x)
     with pytest.raises(remat.MutationError):
         y.float().sum().backward()
 
@@ -251,3 +204,74 @@ def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap):
     y = checkpointed(lambda x, w: block(x) * w)(*wrap(x), w)
     with pytest.raises(remat.MutationError, match="the region itself modified this input in place"):
         y.sum().backward()
+
+
+# --- What saved calls keep
+
+
+def leaking(leaked, *names, arity=1):
+    """Return a kernel whose output and saved tensors can be reached from outside."""
+
+    def forward(ctx, *inputs):
+        m = sum(inputs).tanh()
+        y = m * 2 + inputs[0]
+        made = {"x": inputs[0], "m": m, "y": y, "v": m.view(-1)[1:]}
+        leaked.update(made)
+        return y, {name: made[name] for name in names}
+
+    def backward(ctx, saved, grad):
+        return tuple(grad * saved[0].sum() for _ in range(arity))
+
+    return Kernel("leaking", names, forward, backward, arity)
+
+
+@pairwise(style=STYLES, name=["m", "y", "v"])
+def test_resident_that_was_changed_in_place_is_an_error_as_in_plain_autograd_and_is_named(style, name):
+    for wrap in (plain, lambda f: checkpointed(f, region_name="block")):
+        leaked, x = {}, leaf(3)
+        y = wrap(lambda x, leaked=leaked: call(style, leaking(leaked, name), Trace(), "it", SAVE, x.sin()))(x)
+        loss = y.sum()
+        with torch.no_grad():
+            leaked[name].mul_(2)
+        with pytest.raises(RuntimeError, match=r"in[- ]?place") as caught:
+            loss.backward()
+        assert x.grad is None
+    error = caught.value
+    assert isinstance(error, remat.MutationError)
+    assert (error.region, error.op, error.tensor) == ("block", "it", name)
+    assert str(error).startswith(f"block::it.{name}: ")
+
+
+@pairwise(style=STYLES, view=[False, True], when=["after the reader", "after forward", "after a backward"])
+def test_kept_result_that_was_changed_in_place_is_an_error_even_where_plain_autograd_has_none(style, view, when):
+    leaked, x = {}, leaf(3, 3)
+
+    def block(x):
+        s = call(style, leaking(leaked, "m"), Trace(), "producer", SAVE, x)
+        y = call(style, Inner, Trace(), "consumer", RECOMPUTE, s.t() if view else s)
+        if when == "after the reader" and not remat.is_recomputing():
+            s.detach().add_(1)
+        return y
+
+    y = checkpointed(block, region_name="block")(x)
+    if when == "after a backward":
+        y.sum().backward(retain_graph=True)
+    if when != "after the reader":
+        leaked["y"].detach().mul_(2)
+    with pytest.raises(remat.MutationError) as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.op) == ("block", "producer")
+    assert str(caught.value).startswith(f"block::producer.{caught.value.tensor}: ")
+
+
+def test_output_of_a_saved_op_changed_before_its_reader_is_a_placeholder_error():
+    """Replay has no data to change."""
+
+    def block(x):
+        s = call("handle", Inner, Trace(), "producer", SAVE, x)
+        s.mul_(2)
+        return call("handle", Both, Trace(), "consumer", RECOMPUTE, s)
+
+    with pytest.raises(remat.PlaceholderError) as caught:
+        checkpointed(block, region_name="block")(leaf(3)).sum().backward()
+    assert (caught.value.region, caught.value.op) == ("block", "producer")

@@ -24,7 +24,6 @@ from tests.helpers import pairwise
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 ROWS = {"small buffer": 4, "large buffer": 2080}  # of 8 floats: 128 bytes, and a little more than 64 KiB
-AVERAGE: Tensor
 
 
 class Cell(NamedTuple):
@@ -243,38 +242,6 @@ def closure(program: Program, average: Tensor) -> Holder:
     return Holder(run, update, lambda: average, "average")
 
 
-def entry(program: Program, average: Tensor) -> Holder:
-    averages = [average]
-
-    def update(x):
-        result, averages[0] = program.write(x, averages[0])
-        return result
-
-    def run(x):
-        x = program.read(x, averages[0], "before")
-        side = program.change(x, update, averages[0])
-        return program.end(program.read(x, averages[0], "after")), side
-
-    return Holder(run, update, lambda: averages[0], "averages")
-
-
-def of_globals(program: Program, average: Tensor) -> Holder:
-    global AVERAGE
-    AVERAGE = average
-
-    def update(x):
-        global AVERAGE
-        result, AVERAGE = program.write(x, AVERAGE)
-        return result
-
-    def run(x):
-        x = program.read(x, AVERAGE, "before")
-        side = program.change(x, update, AVERAGE)
-        return program.end(program.read(x, AVERAGE, "after")), side
-
-    return Holder(run, update, lambda: AVERAGE, "AVERAGE")
-
-
 def argument(program: Program, average: Tensor) -> Holder:
     def run(x, average):
         x = program.read(x, average, "before")
@@ -288,8 +255,6 @@ HOLDERS: dict[str, Callable[[Program, Tensor], Holder]] = {
     "small buffer": buffer,
     "large buffer": buffer,
     "closure": closure,
-    "list entry": entry,
-    "global": of_globals,
     "argument": argument,
 }
 ATTRIBUTE = "attribute"  # of a module, and no buffer: for a limit

@@ -12,6 +12,7 @@ Where the op writes to what was replaced, only (c) will do; where all that it re
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -30,7 +31,6 @@ pytest.importorskip("numpy", reason="torch's op database needs it")
 
 SOURCE = Source("block", "op", "out")
 DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
-ALL_DTYPES = (*DTYPES, torch.bfloat16, torch.float64, torch.uint8)
 
 
 def op_database() -> list[Any]:
@@ -106,32 +106,24 @@ def replaced(tree: Any, places: frozenset[int]) -> Any:
     return optree.tree_unflatten(structure, leaves)
 
 
-def choices(tree: Any, outputs: frozenset[int] = frozenset()) -> dict[str, frozenset[int]]:
-    """Return which places to replace: the first tensor, the others, all of them; or those that out= names."""
-    places = [place for place, leaf in enumerate(optree.tree_leaves(tree)) if is_strided(leaf) and place not in outputs]
-    ways = {"first": places[:1], "others": places[1:], "all": places if len(places) > 1 else [], "out": outputs}
+def choices(tree: Any) -> dict[str, frozenset[int]]:
+    """Return which places to replace: the first tensor, the others, all of them."""
+    places = [place for place, leaf in enumerate(optree.tree_leaves(tree)) if is_strided(leaf)]
+    ways = {"first": places[:1], "others": places[1:], "all": places if len(places) > 1 else []}
     return {way: frozenset(chosen) for way, chosen in ways.items() if chosen}
 
 
 def calls_of(op: Any, sample: Any) -> Iterator[tuple[Call, dict[str, frozenset[int]]]]:
-    """Return the calls that a sample allows, each with the places to replace: as function, in place, with out=."""
+    """Return the calls that a sample allows, each with the places to replace: as function, in place."""
     args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
     function = Call(op.name, "function", op.op, (args, kwargs))
     try:
-        out = function.run(copied(function.tree))
+        function.run(copied(function.tree))
     except Exception:  # the sample is not for this form, or not for this build of torch
         return
     yield function, choices(function.tree)
     if op.inplace_variant is not None:
         yield Call(op.name, "inplace", op.inplace_variant, function.tree), choices(function.tree)
-    if op.supports_out and all(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(out)):
-        outs = optree.tree_map(torch.empty_like, out)
-        for tensor in optree.tree_leaves(outs):
-            bytes_of(tensor).fill_(1)
-        call = Call(op.name, "out", op.op, (args, {**kwargs, "out": outs}))
-        mine = {id(leaf) for leaf in optree.tree_leaves(outs)}
-        outputs = frozenset(place for place, leaf in enumerate(optree.tree_leaves(call.tree)) if id(leaf) in mine)
-        yield call, choices(call.tree, outputs)
 
 
 def judge(call: Call, places: frozenset[int]) -> str | None:
@@ -168,8 +160,8 @@ def wrong_with_error(error: remat.PlaceholderError, call: Call, left: list) -> s
     if (error.region, error.op, error.tensor) != SOURCE[:3] or not error.consumer or not error.line:
         return f"the error does not say what was consumed: {error}"
     for place, (old, new) in enumerate(zip(optree.tree_leaves(call.tree), left, strict=True)):
-        if not is_strided(old) or remat.is_placeholder(new) or call.form == "out":
-            continue  # what out= names holds anything after an error
+        if not is_strided(old) or remat.is_placeholder(new):
+            continue
         if metadata(old) != metadata(new) or not torch.equal(bytes_of(old), bytes_of(new)):
             return f"raises only after it changed argument {place}"
     return None
@@ -209,22 +201,16 @@ def wrong_with_values(actual: Any, expected: Any, call: Call, places: frozenset[
     real = [place for place, value in enumerate(found) if not remat.is_placeholder(value)]
     if not real or "empty" in call.op:
         return None
-    references = [wanted] + [on_other_data(call, other, places) for other in ("zeros", "reversed")]
-    if references[1] is None and references[2] is None:
+    references = [wanted]
+    for other in ("zeros", "reversed"):
+        with contextlib.suppress(Exception):  # the op may not take other data
+            references.append(optree.tree_leaves(call.run(copied(call.tree, other, places))))
+    if len(references) == 1:
         return "returns a value, though the op refuses other data"
-    for reference in references:
-        for place in real if reference is not None else ():
-            if not same(found[place], reference[place]):
-                return f"returns {found[place]} where the data gives {reference[place]}"
+    for reference, place in itertools.product(references, real):
+        if not same(found[place], reference[place]):
+            return f"returns {found[place]} where the data gives {reference[place]}"
     return None
-
-
-def on_other_data(call: Call, other: str, places: frozenset[int]) -> list | None:
-    """Return the leaves of what the true call gives on other data; None if the op does not take them."""
-    try:
-        return optree.tree_leaves(call.run(copied(call.tree, other, places)))
-    except Exception:
-        return None
 
 
 def same(one: Any, other: Any) -> bool:
@@ -255,72 +241,3 @@ def sweep(op: Any, dtypes: tuple[torch.dtype, ...], samples: int) -> list[str]:
 def test_each_op_passes_on_a_view_or_needs_only_metadata_or_raises(part):
     wrong = {op.formatted_name: found for op in OPS[part::8] if (found := sweep(op, DTYPES, samples=3))}
     assert wrong == {}
-
-
-@pytest.mark.slow
-def test_each_op_does_so_for_more_samples_and_dtypes():
-    wrong = {op.formatted_name: found for op in OPS if (found := sweep(op, ALL_DTYPES, samples=25))}
-    assert wrong == {}
-
-
-def has_call(op: Any) -> bool:
-    """Whether some sample of the op has a call with something to replace."""
-    dtypes = [dtype for dtype in ALL_DTYPES if dtype in op.supported_dtypes("cpu")]
-    samples = itertools.islice(op.sample_inputs_func(op, "cpu", dtypes[0], False), 3) if dtypes else []
-    return any(chosen for sample in samples for _, chosen in calls_of(op, sample))
-
-
-def test_most_ops_have_a_call_to_judge():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        missing = [op.formatted_name for op in OPS if not has_call(op)]
-    assert len(missing) < 0.05 * len(OPS), missing
-
-
-def fooled(true: Callable, false: Callable) -> Call:
-    """Return a call that does another thing on placeholders than on real tensors."""
-
-    def function(x, y):
-        return false(x, y) if remat.is_placeholder(x) else true(x, y)
-
-    return Call("op", "function", function, ((torch.arange(4.0).view(2, 2), torch.ones(2, 2)), {}))
-
-
-def fail(error: Exception) -> Any:
-    raise error
-
-
-def refuse(region: str = "block") -> Any:
-    fail(remat.PlaceholderError(region=region, op="op", output="out", consumer="aten.sin", line="a.py:1"))
-
-
-@pytest.mark.parametrize(
-    ("true", "false", "wrong"),
-    [
-        (lambda x, y: x.sin(), lambda x, y: torch.zeros(2, 2), "where the data gives"),
-        (lambda x, y: x * 0 + x[0, 0], lambda x, y: torch.zeros(2, 2), "where the data gives"),
-        (lambda x, y: x.sum().item(), lambda x, y: 6.0, "where the data gives"),
-        (lambda x, y: x.sin(), lambda x, y: x.view(2, 2), "a placeholder for a new tensor"),
-        (lambda x, y: x.t(), lambda x, y: torch.zeros(2, 2).t(), "data for a view"),
-        (lambda x, y: x.t(), lambda x, y: x, "returns metadata"),
-        (lambda x, y: torch.zeros_like(x), lambda x, y: torch.zeros(2, 2).t(), "returns metadata"),
-        (lambda x, y: (x.t(),), lambda x, y: x.t(), "returns PyTreeSpec"),
-        (lambda x, y: x.size(0), lambda x, y: 2.0, "returns <class 'float'>"),
-        (lambda x, y: x.t(), lambda x, y: refuse(), "all that it returns is a view"),
-        (lambda x, y: x.sin(), lambda x, y: fail(ValueError("no")), "raises ValueError: no"),
-        (lambda x, y: x.sin(), lambda x, y: fail(RuntimeError("null")), "raises RuntimeError: null"),
-        (lambda x, y: x.sin(), lambda x, y: refuse(region="other"), "does not say what was consumed"),
-        (lambda x, y: y.add_(x), lambda x, y: [y.add_(1), refuse()], "only after it changed argument 1"),
-        (lambda x, y: x.add_(1), lambda x, y: x, "writes to a placeholder without an error"),
-    ],
-)
-def test_sweep_sees(true, false, wrong):
-    found = judge(fooled(true, false), frozenset({0}))
-    assert found is not None
-    assert wrong in found
-
-
-@pytest.mark.parametrize("true", [lambda x, y: x.t(), lambda x, y: torch.ones_like(x), lambda x, y: (x[0], x.numel())])
-def test_sweep_accepts(true):
-    assert judge(fooled(true, true), frozenset({0})) is None
-    assert judge(fooled(torch.add, lambda x, y: refuse()), frozenset({0})) is None

@@ -1,0 +1,309 @@
+"""A region modifies a tensor in place: its own, one that a call made, or one created outside after it has read it.
+
+`test_outside.py` has the matrix of who modifies what outside the region, and when it is read; here are the views of
+what was modified, shapes that change in place, and tensor subclasses.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torch_remat as remat
+from tests.helpers import assert_same, assert_same_program, leaf, pairwise, plain
+from tests.native_programs import aten, keep, region
+from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, RECOMPUTED, assert_same_in, everything, nothing
+
+# What a call, or code after it, modifies of the region's own tensors has the call run whole, with a warning.
+pytestmark = pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+
+
+POLICIES = {"matmuls": [aten.mm.default], "nothing": nothing, "everything": everything}
+
+
+# --- It reads a tensor created outside, and modifies it afterwards
+
+
+def reading_before(run, x, w, state):
+    h = x @ w - state
+    run("update", lambda: state.add_(1))
+    return h.sin()
+
+
+def reading_a_number_before(run, x, w, state):
+    h = x @ w * state.sum().item()
+    run("update", lambda: state.add_(1))
+    return h.sin()
+
+
+def stateful_program(function, run, how, wrap):
+    """Return the output, the gradients and the tensor that the function changed."""
+    torch.manual_seed(3)
+    x, w, state = leaf(4, 4), leaf(4, 4), torch.rand(4, 4)
+    if how == "args":
+        y = wrap(lambda x, state: function(run, x, w, state))(x, state)
+    else:
+        y = wrap(lambda x: function(run, x, w, state))(x)
+    gradients = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
+    return y, gradients, torch.autograd.grad(y.sum(), [x, w]), state
+
+
+def plainly(_name, function, *args):
+    return function(*args)
+
+
+@pairwise(function=[reading_before, reading_a_number_before], how=["args", "closure"])
+def test_read_of_what_a_native_region_changes_later_is_refused_by_name(function, how):
+    with pytest.raises(
+        remat.MutationError, match=r"(?=.*shape \(4, 4\)).* at test_mutation_in_region.py:\d+"
+    ) as caught:
+        stateful_program(function, keep, how, region(region_name="block"))
+    assert caught.value.region == "block"
+    assert caught.value.tensor == ("variable 'state'" if how == "closure" else "written")
+
+
+@pairwise(
+    function=[reading_before, reading_a_number_before],
+    policy=POLICIES,
+    how=["args", "closure"],
+    run=[plainly, keep],
+)
+def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, policy, how, run):
+    expected = stateful_program(function, plainly, how, plain)
+    wrap = region(POLICIES[policy])
+    if function is reading_before and policy != "everything":  # a number is in the log, whatever the policy says
+        with pytest.raises(remat.MutationError, match=r"is recomputed in replay and reads|reads variable"):
+            stateful_program(function, run, how, wrap)
+    else:
+        assert_same(expected, stateful_program(function, run, how, wrap))
+
+
+@pytest.mark.parametrize("inner", [None, nothing], ids=["plain", "policy"])
+def test_inner_region_that_reads_what_the_outer_one_changes_later_is_refused(inner):
+    """Its own replay, which comes after that of the outer one, would read the tensor as it is then."""
+    w, state, wrap = leaf(4, 4), torch.rand(4, 4), region(inner)
+
+    def function(x):
+        h = wrap(lambda h: (h.sin() - state).exp())(x @ w)
+        state.add_(1)
+        return h.sin()
+
+    y = region([aten.mm.default])(function)(leaf(4, 4))
+    with pytest.raises(remat.MutationError, match="sub"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_repeated(keeps):
+    """It has no storage that could be copied."""
+
+    def block(x):
+        y = x * 1.5
+        x.view(2, 8).view(4, 4).add_(y)
+        return (y * x).sin()
+
+    def gradient(function):
+        torch.manual_seed(0)
+        x = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
+        (grad,) = torch.autograd.grad(function(x * 1).sum(), x)
+        return grad
+
+    function = remat.checkpoint(region_name="r", policy=everything if keeps else nothing)(block)
+    if keeps:
+        assert_same(gradient(block), gradient(function))
+    else:
+        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor is recomputed"):
+            gradient(function)
+
+
+# --- It modifies its own tensors, and what calls made
+
+
+VIEWS_WRITTEN = {
+    "view after": lambda y: y.relu_().t(),
+    "view before": lambda y: (y.t(), y.relu_())[0],
+    "through a view": lambda y: (y.view(-1).relu_(), y)[1],
+}
+
+
+@pairwise(name=VIEWS_WRITTEN, way=[RECOMPUTED, BY_NATIVE_REGION, BY_OP, BY_HANDLE])
+def test_saved_write_is_seen_through_all_views(name, way):
+    def program(way):
+        x = leaf(3, 3)
+        y = way.region(lambda x: VIEWS_WRITTEN[name](way.keep("made", torch.sin, x * 2)).exp().sin())(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    assert_same_in(way, program, policy=lambda ctx, op, *args, **kwargs: op is aten.relu_.default)
+
+
+MAKERS = {
+    "product": lambda x: x @ torch.ones(8, 8),
+    "reshaped": lambda x: (x * 2).mT.reshape(4, 24),
+    "chunk": lambda x: (x * 2).unsafe_chunk(2, -1)[0],
+}
+CHANGES = {
+    "silu": lambda h: F.silu(h, inplace=True),
+    "part": lambda h: F.silu(h[..., :1], inplace=True).sum() * h,
+}
+
+
+@pairwise(
+    maker=MAKERS,
+    change=CHANGES,
+    way=[BY_NATIVE_REGION, BY_OP],
+    options=[{}, {"determinism_check": "bitwise"}, {"early_stop": False}, {"policy": remat.policies.save_matmuls}],
+    ids=str,
+)
+def test_saved_result_that_is_changed_afterwards_is_made_again(maker, change, way, options):
+    """Also where the change is counted by an alias alone, as that which `F.linear` returns without a bias."""
+
+    def program(way):
+        x = leaf(3, 4, 8)
+        y = way.region(lambda x: CHANGES[change](way.keep("made", MAKERS[maker], x)))(x)
+        return y, torch.autograd.grad(y.square().sum(), x)
+
+    assert_same_in(way, program, **options)
+
+
+@pairwise(part=[False, True], seen=["itself", "a view before", "a view after"])
+def test_saved_result_that_a_later_native_region_changes_and_does_not_return(part, seen):
+    def block(x):
+        y = keep("made", lambda: (x * 1.5).sin())
+        view = y.t()
+        keep("changed", lambda h: (h[1:] if part else h).mul_(2) is None, y)
+        read = {"itself": y, "a view before": view, "a view after": y.t()}[seen]
+        return (x.sin() + read) * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 3)
+        y = wrap(block)(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    with pytest.warns(remat.RematWarning, match="::made: replay recomputes this call, since a result of it"):
+        assert_same_program(program)
+
+
+def force(x):
+    z = x.detach().requires_grad_()
+    return torch.autograd.grad(z.sin().exp().sum(), z)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}])
+def test_activation_may_change_after_a_gradient_by_a_leaf_in_its_memory(options):
+    def program(wrap):
+        def block(x):
+            h = x * 2
+            h.add_(force(h))
+            return h.sin()
+
+        x = leaf(3, 4)
+        return torch.autograd.grad(wrap(block)(x).sum(), x)
+
+    assert_same_program(program, **options)
+
+
+@pytest.mark.parametrize("by_policy", [False, True])
+@pytest.mark.filterwarnings("ignore:CpuOffloader moves")
+def test_gradient_taken_inside_of_what_is_offloaded(by_policy):
+    def program(wrap):
+        call = force if by_policy or wrap is plain else remat.op(force, "force", policy=remat.CheckpointPolicy.OFFLOAD)
+        x = leaf(300, 300)
+        return torch.autograd.grad(wrap(lambda x: x.sin() + call(x))(x).sum(), x)
+
+    assert_same_program(program, policy=remat.offload_names("*") if by_policy else None)
+
+
+# --- Shapes that change in place
+
+VIEWS = {
+    "view": (lambda h: h.view(-1), lambda h: h.t_()),
+    "narrow": (lambda h: h.narrow(1, 3, 2), lambda h: h.as_strided_((3,), (1,))),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_view_of_a_saved_tensor_that_is_reshaped_in_place_under_a_policy(name):
+    """Autograd makes the view anew, by its own function, of a placeholder that has another shape by then."""
+    view, reshape = VIEWS[name]
+
+    def block(x):
+        y = x.sin()
+        part = view(y)
+        reshape(y)
+        return (part.sin() * 2).sum() * y.cos().sum() * x.cos()
+
+    def program(wrap):
+        x = leaf(3, 5)
+        y = wrap(block)(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    with pytest.warns(remat.RematWarning, match="replay starts over"):
+        assert_same_program(program, policy=everything)
+
+
+@pytest.mark.parametrize("way", [BY_NATIVE_REGION, BY_OP], ids=str)
+@pytest.mark.parametrize("dims", [0, ()])
+@pytest.mark.filterwarnings("ignore:.*in place the shape:torch_remat.RematWarning")
+def test_reshape_in_place_of_what_replay_makes_again(dims, way):
+    """Also where it changes nothing, so that the tensor has the shape that it was left with from the start."""
+
+    def program(way):
+        x = leaf(3, 1, 4, 1)
+        h = way.region(lambda x: (way.keep("kept", lambda h: h.squeeze_(dims), x * 1.0) * 0.7).exp() + x.sum())(x)
+        return h, torch.autograd.grad(h.sum(), x)
+
+    assert_same_in(way, program)
+
+
+def test_read_of_a_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_refused():
+    table = torch.arange(12.0).view(4, 3)
+
+    def block(x):
+        table.t_()
+        return (x * table).sin()
+
+    with pytest.raises(remat.MutationError, match="variable 'table'"):
+        region(nothing)(block)(leaf(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_tensor_that_a_region_with_a_policy_has_overwritten_must_keep_its_shape(inside):
+    """The copy from before the change would be seen in another shape than the op saw it in."""
+    table = torch.arange(9.0).view(3, 3)
+
+    def block(x):
+        y = x + table
+        table.mul_(2)
+        if inside:
+            table.t_()
+        return y.sin()
+
+    y = region(nothing)(block)(leaf(3, 3))
+    if not inside:
+        table.t_()
+    with pytest.raises(remat.MutationError, match=r"add: .* reads a tensor created outside the region"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("saves", ["_to_copy", "mm"])
+def test_what_an_inner_region_keeps_under_autocast_does_not_depend_on_addresses(saves):
+    """Casts of weights are no entries of the log; they may lie where something lay that was one."""
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(8, 2, 12, batch_first=True)
+    x, z = leaf(3, 4, 8), leaf(3, 4, 8)
+
+    def run(inner):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = remat.checkpoint()(lambda x, z: inner(x, z))(x, z)
+        return torch.autograd.grad(y.float().square().sum(), [x, z, *layer.parameters()])
+
+    expected = run(layer)
+    held = []
+    for size in range(20):
+        inner = remat.checkpoint(policy=lambda ctx, *_, **__: saves in ctx.name)(lambda x, z: layer(x, z))
+        assert_same(expected, run(inner))
+        held.append(torch.randn(size + 1))  # what comes next lies elsewhere
