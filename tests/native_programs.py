@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, has_storage, plain, tensors_in
+from tests.helpers import LiveStorages, plain, tensors_in
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
@@ -274,8 +274,3 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         return x + self.mix(tokens, *self.route(tokens)).view_as(x)
-
-
-def real(tensor: Tensor) -> bool:
-    """Return whether the tensor has data."""
-    return has_storage(tensor)

@@ -56,10 +56,8 @@ def outcome(program: Program) -> str:
         found = _judge(program)
         _check_nothing_left(threads)
         if len(live_regions()) > regions:
-            # After an error autograd's engine holds the nodes that were to run next, until the thread's next backward,
-            # or until the thread is gone, which is a little after it was joined.
-            torch.ones((), requires_grad=True).backward()
             gc.collect()
+            # A thread that was joined is gone a little later, and so are the nodes that it left in autograd's engine.
             end = time.monotonic() + 1
             while program.backward == "thread" and len(live_regions()) > regions and time.monotonic() < end:
                 time.sleep(0.01)
@@ -119,6 +117,8 @@ def _run(program: Program, wraps: bool, faulty: bool = False) -> Found | str:
         if wraps and not _is_refused(program, wraps):
             raise
         found = f"{type(error).__name__}: {error}"
+    if isinstance(found, str):  # after an error autograd's engine holds what was to run next until the next backward
+        torch.ones((), requires_grad=True).backward()
     if state.offloader is not None:
         gc.collect()
         state.offloader.assert_all_released_once()
