@@ -249,3 +249,24 @@ def test_tensor_that_a_skipped_op_saves_replaced_before_backward_is_an_error(way
     module.scale = module.scale * 2
     with pytest.raises(remat.MutationError, match="scale"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default]], ids=["no policy", "policy"])
+@pytest.mark.parametrize("way", SKIPPING, ids=str)
+def test_buffer_that_a_nested_region_modifies_after_a_call_has_saved_it_is_an_error(way, policy):
+    """Plain autograd refuses it too; hooks around a region, here an enclosing region's, hide no version."""
+    module = nn.Module()
+    module.register_buffer("scale", torch.rand(4, 4))
+
+    def modify(y):
+        with torch.no_grad():
+            module.scale.mul_(0.5)
+        return y
+
+    def inner(x):
+        return remat.checkpoint()(modify)(way.keep("product", torch.mul, x, module.scale))
+
+    block = way.region(inner, **({} if policy is None else {"policy": policy}))
+    out = remat.checkpoint()(lambda x: block(x.tanh()))(leaf(4, 4))
+    with pytest.raises(remat.MutationError):
+        out.sum().backward()

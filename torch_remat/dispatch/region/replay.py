@@ -457,8 +457,6 @@ class Filling(Replaying):
 
     def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
         """Give a skipped holder its value; unless it is an input, the region may still modify it."""
-        if self.region.hooks is not None:  # what they restored may count its versions anew
-            holder.metadata = (value._version, *holder.metadata[1:])
         self._fill(holder, value)
         self._waiting -= 1
         if is_input and not self._waiting and self.position > self._last:
