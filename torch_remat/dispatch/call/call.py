@@ -136,9 +136,15 @@ _VALUES = frozenset((int, float, bool, type(None)))
 _ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
 _FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
 _NONE: Mapping[int, Any] = MappingProxyType({})
+_FUNCTION_CLASS = type(torch.autograd.Function)
 _version_of = attrgetter("_version")
 _pure: dict[int, bool] = {}
 _draws: dict[int, bool] = {}
+
+
+def is_builtin(function: Any) -> bool:
+    """Whether a function is one of torch's own in C++, and not the ``apply`` of a Function, C++ since torch 2.14."""
+    return type(function) is BuiltinFunctionType and type(function.__self__) is not _FUNCTION_CLASS
 
 
 def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -146,7 +152,7 @@ def is_whole_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     Under autocast one of torch's own makes casts besides, and parameters' casts are not to be kept.
     """
-    if type(function) is BuiltinFunctionType:
+    if is_builtin(function):
         if not (_pure.get(id(function)) or _is_pure(function)) or any_autocast_enabled() or "out" in kwargs:
             return False
     elif not is_compiled(function):
@@ -396,7 +402,7 @@ class RunningCall(Running):
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        self._is_builtin = builtin = type(function) is BuiltinFunctionType
+        self._is_builtin = builtin = is_builtin(function)
         given: Sequence[Any]
         leaves = given = args if builtin and not kwargs else _leaves_of(args, kwargs)
         super().__init__(ops, call, Given(function, leaves))

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from sys import _getframe
-from types import BuiltinFunctionType, NoneType
+from types import NoneType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -41,7 +41,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws, RngState
-from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_whole_call
+from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_builtin, is_whole_call
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.native import RunningNative
 from torch_remat.dispatch.call.result import identity_of
@@ -504,7 +504,7 @@ class Recorder:
         self.note_call(call)
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
-        is_builtin = type(function) is BuiltinFunctionType
+        of_torch = is_builtin(function)
         is_whole = is_whole_call(function, args, kwargs)
         if opaque:
             call.opaque = True
@@ -517,7 +517,7 @@ class Recorder:
         if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
-        before = None if is_builtin or self.region.outside is None else self.region.outside.states()
+        before = None if of_torch or self.region.outside is None else self.region.outside.states()
         drawn = None if self.watch is None else self.watch.drawn_so_far()
         try:
             if not (opaque or is_whole):
@@ -538,7 +538,7 @@ class Recorder:
         finally:
             self.calling = None
             self.skipped.append((running.first, running.last))
-            if not is_builtin:
+            if not of_torch:
                 running.let_go()
                 self.runs.append(running)
         return result
