@@ -29,8 +29,11 @@ from torch_remat._compat import CompiledCode
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore::UserWarning:torch",
+    "ignore:this torch has no tag:torch_remat.RematWarning",  # torch 2.10
     r"ignore:Guards may run slower on Python 3\.13\.0:RuntimeWarning",
 )
+
+OLDEST = torch.__version__.startswith("2.10.")
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +130,7 @@ POLICIES = {
     "set": lambda: frozenset(MATMULS),
     "op": lambda: torch.ops.aten.addmm.default,
     "ready": lambda: READY,
-    "combined": lambda: [GELU] | READY,
+    "combined": lambda: READY | [GELU],
     "function": lambda: by_function,
     "partial": lambda: functools.partial(by_function),
     "object": lambda: BY_OBJECT,
@@ -348,6 +351,8 @@ def test_what_is_saved_inside_a_compiled_region_does_not_run_again(how, options)
         contexts = functools.partial(create_selective_checkpoint_contexts, [MATMULS[0], torch.ops.aten.sigmoid.default])
         return torch_checkpoint(lambda x: block(nothing)(x, w), x, use_reentrant=False, context_fn=contexts)
 
+    if OLDEST and (options or how == "a handle alone"):
+        pytest.skip("torch 2.10 takes the tags of the outer region, and its partitioner keeps what has none")
     x, w = leaf(8, 8), leaf(8, 8)
     before, found = (kept_and_rerun(program(inside), x, w) for inside in (nothing, SAVING[how]))
     fewer = [before[1].count(op) - found[1].count(op) for op in (MATMULS[0], torch.ops.aten.sigmoid.default)]
@@ -417,8 +422,9 @@ def test_policy_that_the_compiler_cannot_use_is_an_error_of_ours():
     for fullgraph in (False, True):
         with pytest.raises(remat.PolicyError, match=r"(?s)policy by name .* no names.*Use a list of ops"):
             compiled(remat.save_names("*") | MATMULS, fullgraph)(leaf(4))
-    with pytest.raises(remat.RematError, match="the policy returned 'save'"):
-        compiled(lambda *_, **__: "save")(leaf(4))
+    if not OLDEST:  # whose tracer leaves its dispatch mode on the stack
+        with pytest.raises(remat.RematError, match="the policy returned 'save'"):
+            compiled(lambda *_, **__: "save")(leaf(4))
 
 
 AROUND_COMPILED = {
