@@ -13,7 +13,10 @@ USES = Path(__file__).parent / "typed_uses.py"
 def test_type_checker_passes_right_uses_and_finds_each_wrong_one():
     command = [sys.executable, "-m", "mypy", "--no-error-summary", str(USES)]
     done = subprocess.run(command, cwd=USES.parents[2], capture_output=True, text=True, check=False)
-    found = {(int(line), code) for line, code in re.findall(r":(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.M)}
+    found = {
+        (int(line), code)
+        for line, code in re.findall(r"typed_uses\.py:(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.M)
+    }
     lines = enumerate(USES.read_text(encoding="utf-8").splitlines(), start=1)
     expected = {
         (number, code)
