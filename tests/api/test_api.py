@@ -86,12 +86,6 @@ def test_error_shows_no_values_of_a_tensor(place):
         assert "7.25" not in str(caught.value), str(caught.value)
 
 
-def test_determinism_check_that_is_none_of_the_kinds_raises():
-    for value in ("defualt", 3, None, True):
-        with pytest.raises(remat.UsageError, match="determinism_check"):
-            remat.checkpoint(determinism_check=value)(chain)(leaf(3))
-
-
 def test_public_signature_is_the_documented_one():
     parameters = inspect.signature(remat.checkpoint).parameters
     named = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -251,17 +251,6 @@ def test_form_compiles_to_one_graph(form):
     assert_same(one_graph(in_regions, x), torch.autograd.grad(x.tanh().sin().exp().cos().sum(), [x]))
 
 
-def test_all_forms_compile_with_inductor():
-    def with_all_forms(x):
-        for form in FORMS.values():
-            x = form(x.cos())
-        return x
-
-    x = leaf(4)
-    gradients = one_graph(lambda x: remat.checkpoint()(with_all_forms)(x), x, backend="inductor")
-    torch.testing.assert_close(gradients, torch.autograd.grad(with_all_forms(x).sum(), [x]))
-
-
 def kept_and_rerun(function, *args):
     """Return the bytes that the compiled forward hands to its backward, and the ops that backward runs."""
     found = {}

@@ -185,22 +185,6 @@ def test_error_that_was_handled_keeps_nothing():
 # Views
 
 
-def metadata(tensor: Tensor) -> dict[str, Any]:
-    """Return what a caller can ask of a tensor without reading its data."""
-    return {
-        "shape": tensor.shape,
-        "stride": tensor.stride(),
-        "offset": tensor.storage_offset(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "requires_grad": tensor.requires_grad,
-        "grad_fn": type(tensor.grad_fn).__name__,
-        "conj": tensor.is_conj(),
-        "neg": tensor.is_neg(),
-        "contiguous": tensor.is_contiguous(),
-    }
-
-
 def assert_passed_on(expected: Any, actual: Any) -> None:
     """Assert that a call gave placeholders, with the metadata of the true views."""
     wanted, found = tensors_in(expected), tensors_in(actual)
@@ -208,7 +192,10 @@ def assert_passed_on(expected: Any, actual: Any) -> None:
     assert type(actual) is type(expected) or remat.is_placeholder(actual)
     for view, placeholder in zip(wanted, found, strict=True):
         assert remat.is_placeholder(placeholder)
-        assert metadata(placeholder) == metadata(view)
+        for name, ask in QUESTIONS.items():
+            assert name == "autograd" or ask(placeholder) == ask(view), name
+        assert placeholder.requires_grad == view.requires_grad
+        assert type(placeholder.grad_fn).__name__ == type(view.grad_fn).__name__
         with pytest.raises(remat.PlaceholderError) as caught:
             placeholder.clone()
         assert (caught.value.region, caught.value.op, caught.value.tensor) == SOURCE[:3]

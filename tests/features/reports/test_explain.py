@@ -168,6 +168,7 @@ def test_ops_of_a_region_inside_another_are_recomputed_by_that_one():
         assert explained.kept_bytes == 0
         assert {tensor.state for op in explained.ops for tensor in op.tensors} <= {"recomputed", "elided", "not kept"}
         assert explained.ops[0].tensors[-1].why == "the replay of r reads it; the enclosing checkpoint recomputes it"
+        assert [one.alternatives for one in explained.ops] == [()] * 2
 
 
 def test_region_that_needs_no_gradient_keeps_nothing():
