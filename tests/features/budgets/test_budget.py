@@ -187,6 +187,23 @@ def test_full_tensors_beside_evicted_ones_are_compared_with_what_replay_makes(li
             y.sum().backward()
 
 
+@pytest.mark.parametrize("limit", [1, 4000, 10**6])
+def test_graph_kept_and_differentiated_twice(limit):
+    model, x = Chain(), leaf(4, 8)
+
+    def program():
+        loss = model(x).square().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+        return [first.detach(), *second, *torch.autograd.grad(loss, x)]
+
+    expected, model.wrap = program(), checkpointed
+    with remat.budget(limit, reserve=0) as budget:
+        for _ in range(2):
+            assert_same(expected, program())
+            assert budget.kept_bytes == 0
+
+
 # Compiled code, generation, threads, errors
 
 
