@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import pickle
 import re
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import Calls, assert_same, chain, checkpointed, leaf
+from tests.helpers import assert_same, chain, checkpointed, leaf
 
 FORM = r"checkpoint\([^)]*\)\([a-z]+\)\("
 
@@ -87,12 +86,6 @@ def test_error_shows_no_values_of_a_tensor(place):
         assert "7.25" not in str(caught.value), str(caught.value)
 
 
-def test_determinism_check_that_is_none_of_the_kinds_raises():
-    for value in ("defualt", 3, None, True):
-        with pytest.raises(remat.UsageError, match="determinism_check"):
-            remat.checkpoint(determinism_check=value)(chain)(leaf(3))
-
-
 def test_public_signature_is_the_documented_one():
     parameters = inspect.signature(remat.checkpoint).parameters
     named = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -153,23 +146,6 @@ def test_decorated_method_gets_its_object():
     expected = torch.autograd.grad((x * model.w * 2.0).sin().exp().sum(), [x, model.w])
     assert_same(expected, [x.grad, model.w.grad])
     assert Model.forward.__name__ == "forward"
-
-
-def test_bound_options_serve_many_functions_and_calls():
-    region = remat.checkpoint(region_name="block")
-    one, two = Calls(chain), Calls(functools.partial(torch.mul, other=3.0))  # the second one has no name
-    x = leaf(3)
-    (region(one)(x) + region(two)(x) + region(one)(x)).sum().backward()
-    assert (one.total, one.replays, two.total) == (4, 2, 1)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())])
-def test_module_is_called_with_its_hooks_in_both_phases(module):
-    calls = []
-    handle = module.register_forward_pre_hook(lambda m, args: calls.append(remat.is_recomputing()))
-    checkpointed(module, early_stop=False)(leaf(2, 3)).sin().sum().backward()
-    handle.remove()
-    assert calls == [False, True]
 
 
 class Empty(nn.ModuleList):

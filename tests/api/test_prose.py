@@ -68,12 +68,6 @@ def test_docstrings_comments_and_messages_are_found_and_code_is_not(tmp_path):
     assert lines == ["1", "2", "4"]
 
 
-def test_contributing_is_searched_but_for_the_style_sheet(tmp_path):
-    (tmp_path / "CONTRIBUTING.md").write_text(f"It is made again.\n\n{SHEET}\n## End\n\nIt is given up.\n")
-    last = SHEET.count("\n") + 6
-    assert [line.split(":")[1] for line in prose.check(tmp_path)] == ["1", str(last)]
-
-
 def test_program_runs_and_says_by_its_exit_code_whether_something_was_found():
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False)
     assert done.returncode == (1 if done.stderr else 0)

@@ -52,14 +52,6 @@ def train_step(model, x):
     return results
 
 
-def test_region_is_traced_into_one_graph_as_a_checkpoint_that_the_compiler_knows():
-    model, x, backend = mlp(), leaf(4, 8), CompileCounterWithBackend("eager")
-    expected = train_step(model, x)
-    assert_same(expected, train_step(torch.compile(checkpointed_module(), backend=backend, fullgraph=True), x))
-    (graph,) = backend.graphs
-    assert sum("tag_activation_checkpoint" in str(node.target) for node in graph.graph.nodes) == 1
-
-
 def test_dropout_in_a_compiled_region_has_the_same_mask_in_both_phases():
     region = remat.checkpoint()(lambda x: nn.functional.dropout(x * 1, 0.5))
     compiled = torch.compile(lambda x: region(x).exp(), backend="aot_eager")
@@ -260,17 +252,6 @@ def test_form_compiles_to_one_graph(form):
     assert_same(one_graph(body, x), torch.autograd.grad(x.sin().exp().cos().sum(), [x]))
     torch._dynamo.reset()
     assert_same(one_graph(in_regions, x), torch.autograd.grad(x.tanh().sin().exp().cos().sum(), [x]))
-
-
-def test_all_forms_compile_with_inductor():
-    def with_all_forms(x):
-        for form in FORMS.values():
-            x = form(x.cos())
-        return x
-
-    x = leaf(4)
-    gradients = one_graph(lambda x: remat.checkpoint()(with_all_forms)(x), x, backend="inductor")
-    torch.testing.assert_close(gradients, torch.autograd.grad(with_all_forms(x).sum(), [x]))
 
 
 def kept_and_rerun(function, *args):

@@ -34,12 +34,6 @@ def sine_chain(x, w):
     return x
 
 
-def test_all_are_there():
-    names = {"save_attention", "save_matmuls", "save_every_other_matmul", "save_discrete", "never_replay_effects"}
-    assert {*names, "save_collectives"} == set(policies.__all__) <= set(dir(policies))
-    assert remat.policies is policies
-
-
 # Each alone
 
 

@@ -12,7 +12,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
@@ -151,18 +150,6 @@ def test_names_begin_below_the_layer(llama, way):
     for region in regions_of(model, inputs):
         saved = {tensor.label for tensor in region.tensors if tensor.policy == "save"}
         assert saved == {"self_attn.q_proj.mm_0_0", "mlp.up_proj.mm_0_0"}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
-def test_a_compiled_model_is_one_graph_with_regions(llama):
-    model, inputs = llama
-    inputs = {**inputs, "use_cache": False}
-    expected = train_step(model, inputs)
-    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
-    backend = CompileCounterWithBackend("aot_eager")
-    assert_same(expected, train_step(torch.compile(model, backend=backend, fullgraph=True), inputs))
-    assert sum("checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes) == 2
-    torch._dynamo.reset()
 
 
 def test_copies_have_the_same_regions_and_are_freed_without_the_collector(transformers):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import torch_remat as remat
@@ -98,26 +97,10 @@ def test_text_says_what_it_is():
             assert part in text
         assert "requires_grad" not in text
     assert "requires_grad=True" in repr(placeholder().requires_grad_())
-
-
-@pytest.mark.parametrize("like", LIKES.values(), ids=LIKES)
-def test_printing_works(like):
-    given = placeholder(like())
-    printed = f"{given} {given.t() if given.dim() < 3 else given[0]} {[given]} { {'a': given} }"
-    assert printed.count("attention") == 4
-
-
-# Ops that need metadata alone
-
-
-def test_real_tensor_from_a_placeholder_is_its_own():
-    given = placeholder()
-    zeros = torch.zeros_like(given, requires_grad=True)
-    assert zeros.requires_grad
-    assert zeros.is_leaf
-    zeros.detach().add_(1)
-    assert torch.equal(zeros, torch.ones(2, 3))
-    assert not torch.zeros_like(given.requires_grad_()).requires_grad
+    for like in LIKES.values():
+        given = placeholder(like())
+        printed = f"{given} {given.t() if given.dim() < 3 else given[0]} {[given]} { {'a': given} }"
+        assert printed.count("attention") == 4
 
 
 # Errors
@@ -199,32 +182,7 @@ def test_error_that_was_handled_keeps_nothing():
     assert {type(value) for value in vars(error).values()} <= {str, type(None)}
 
 
-def test_view_does_not_keep_a_placeholder_alive():
-    with collector_off():
-        given = placeholder()
-        reference, view = weakref.ref(given), given.detach()
-        del given
-        assert reference() is None
-        assert remat.is_placeholder(view)
-
-
 # Views
-
-
-def metadata(tensor: Tensor) -> dict[str, Any]:
-    """Return what a caller can ask of a tensor without reading its data."""
-    return {
-        "shape": tensor.shape,
-        "stride": tensor.stride(),
-        "offset": tensor.storage_offset(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "requires_grad": tensor.requires_grad,
-        "grad_fn": type(tensor.grad_fn).__name__,
-        "conj": tensor.is_conj(),
-        "neg": tensor.is_neg(),
-        "contiguous": tensor.is_contiguous(),
-    }
 
 
 def assert_passed_on(expected: Any, actual: Any) -> None:
@@ -234,7 +192,10 @@ def assert_passed_on(expected: Any, actual: Any) -> None:
     assert type(actual) is type(expected) or remat.is_placeholder(actual)
     for view, placeholder in zip(wanted, found, strict=True):
         assert remat.is_placeholder(placeholder)
-        assert metadata(placeholder) == metadata(view)
+        for name, ask in QUESTIONS.items():
+            assert name == "autograd" or ask(placeholder) == ask(view), name
+        assert placeholder.requires_grad == view.requires_grad
+        assert type(placeholder.grad_fn).__name__ == type(view.grad_fn).__name__
         with pytest.raises(remat.PlaceholderError) as caught:
             placeholder.clone()
         assert (caught.value.region, caught.value.op, caught.value.tensor) == SOURCE[:3]
@@ -278,31 +239,6 @@ def test_view_has_the_metadata_of_the_true_view(view, mode, requires_grad):
         assert_passed_on(VIEWS[view](like), VIEWS[view](placeholder))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.t_(),
-        lambda x: x.squeeze_(),
-        lambda x: x.unsqueeze_(0),
-        lambda x: x.as_strided_((2,), (1,)),
-        lambda x: x.resize_(1),
-        lambda x: x.set_(torch.zeros(3)),
-        lambda x: x.detach_(),
-    ],
-)
-def test_change_of_metadata_in_place_is_true_or_refused(change):
-    like = torch.randn(3, 4)
-    placeholder = make_placeholder(like, SOURCE)
-    before = metadata(placeholder)
-    try:
-        changed = change(placeholder)
-    except remat.PlaceholderError:
-        assert metadata(placeholder) == before
-    else:
-        assert changed is placeholder
-        assert_passed_on(change(like), placeholder)
-
-
 def test_wrong_view_raises_as_the_true_one_does():
     like, placeholder = pair()
     for view in (lambda x: x.view(5), lambda x: x[7], lambda x: x.squeeze(9), lambda x: x.expand(3, 3, 4)):
@@ -311,62 +247,6 @@ def test_wrong_view_raises_as_the_true_one_does():
         with pytest.raises(type(true.value)) as caught:
             view(placeholder)
         assert not isinstance(caught.value, remat.RematError)
-
-
-# --- Under autograd
-
-
-class Skip(torch.autograd.Function):
-    """An op that replay skips: gives a placeholder; its backward is a factor of three."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return make_placeholder(x, SOURCE)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
-
-
-class Take(torch.autograd.Function):
-    """An op that takes a placeholder and has its values from elsewhere; its backward is a factor of five."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.zeros(x.shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        assert remat.is_placeholder(*ctx.saved_tensors)
-        return grad * 5
-
-
-@pytest.mark.parametrize("view", ["slices", "expand", "diagonal", "as_strided", "contiguous", "identity"])
-def test_gradient_flows_through_views_of_a_placeholder(view):
-    x = torch.randn(2, 3, 4, requires_grad=True)
-    like = VIEWS[view](x)
-    weights = torch.arange(float(like.numel())).view(like.shape)
-    (expected,) = torch.autograd.grad(like, x, weights) if like is not x else (weights,)
-    skipped, seen = Skip.apply(x), []
-    assert type(skipped.grad_fn).__name__ == "SkipBackward"
-    skipped.register_hook(seen.append)
-    (actual,) = torch.autograd.grad(Take.apply(VIEWS[view](skipped)), x, weights, create_graph=True)
-    assert torch.equal(actual, expected * 15)
-    assert torch.equal(seen[0], expected * 5)
-
-
-def test_saved_tensor_hooks_get_the_placeholder_and_may_not_copy_it():
-    x, packed = torch.randn(2, 3, requires_grad=True), []
-    with saved_tensors_hooks(lambda saved: packed.append(saved) or saved, lambda saved: saved):
-        out = Take.apply(Skip.apply(x))
-    assert [remat.is_placeholder(saved) for saved in packed] == [True]
-    out.sum().backward()
-    with saved_tensors_hooks(torch.clone, torch.clone), pytest.raises(remat.PlaceholderError) as caught:
-        Take.apply(Skip.apply(x))
-    assert caught.value.consumer.startswith("aten.clone")
-    Take.apply(Skip.apply(x)).sum().backward()  # no graph was left behind
-    assert torch.equal(x.grad, torch.full((2, 3), 30.0))
 
 
 @pytest.mark.gpu

@@ -94,6 +94,8 @@ AS_TARGET = {
     "setitem of a real one": lambda x, y: operator.setitem(y, 0, x[0]),
     "setitem where it says": lambda x, y: operator.setitem(y, x.detach().view(torch.int32) > 0, 1.0),
     "out= real": lambda x, y: torch.sin(x, out=y),
+    "resize_": lambda x, y: x.resize_(1),
+    "set_": lambda x, y: x.set_(y),
     "apply_": lambda x, y: x.apply_(lambda v: v),
 }
 
@@ -116,23 +118,10 @@ def test_value_of_it_raises():
         assert_refused(consume, index, "")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.uint16])
-def test_data_of_any_dtype_is_refused(dtype):
-    given = placeholder_of(torch.empty(1, dtype=dtype))
-    for consume in (torch.clone, torch.zero_, lambda x: x.tolist(), lambda x: x.data_ptr(), lambda x: x.item()):
-        assert_refused(consume, given, "")
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
 def test_consumption_inside_a_mode_raises(mode):
     with mode():
         assert_refused(lambda x: F.linear(x, OTHER), matrix(), "")
-
-
-@pytest.mark.parametrize("read", [to_dlpack, lambda x: torch.tensor([x[0, 0]])], ids=["to_dlpack", "tensor of list"])
-def test_read_inside_torch_past_every_hook_raises(read):
-    with pytest.raises(RuntimeError):  # no code of ours runs, so that torch's own error has to do
-        read(matrix())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -175,34 +174,9 @@ def _changed(change: Callable[[Block], None], then: Apply) -> Apply:
     return apply
 
 
-def _composable(model: nn.Module) -> None:
-    for block in _blocks(model):
-        composable_checkpoint(block)
-
-
-def _composable_around_ours(model: nn.Module) -> None:
-    remat.checkpoint_modules(model, "*attention", policy=remat.policies.save_matmuls)
-    _composable(model)
-
-
 def _keeps_collectives(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     is_collective = getattr(op, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd")
     return SacPolicy.MUST_SAVE if is_collective else SacPolicy.PREFER_RECOMPUTE
-
-
-def _as_titan() -> Callable:
-    """Return the kind of policy function that TorchTitan has: collectives, attention, every other product."""
-    counts = {True: 0, False: 0}
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        counts[ctx.is_recompute] += op in PRODUCTS
-        keeps = op is attention or getattr(op, "namespace", "") == "_c10d_functional"
-        if op in PRODUCTS:
-            keeps = counts[ctx.is_recompute] % 2 == 1
-        return SacPolicy.MUST_SAVE if keeps else SacPolicy.PREFER_RECOMPUTE
-
-    return decide
 
 
 def _native(block: Block) -> None:
@@ -218,13 +192,10 @@ def _handle(block: Block) -> None:
 
 
 _SAC = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
-_SAC_COLLECTIVES = functools.partial(create_selective_checkpoint_contexts, _keeps_collectives)
 _TITAN = remat.policies.save_every_other_matmul | remat.policies.save_attention | remat.policies.never_replay_effects
 THEIRS: dict[str, Apply] = {
     "torch": _wrapped(),
-    "torch_composable": _composable,
     "sac": _wrapped(context_fn=_SAC),
-    "sac_collectives": _wrapped(context_fn=_SAC_COLLECTIVES),
 }
 OURS: dict[str, Apply] = {
     "modules": modules(),
@@ -232,8 +203,6 @@ OURS: dict[str, Apply] = {
     "drop_in": _wrapped(remat.drop_in()),
     "drop_in_sac": _wrapped(remat.drop_in(), context_fn=_SAC),
     "drop_in_policy": _wrapped(remat.drop_in(policy=_TITAN)),
-    "drop_in_titan": _wrapped(remat.drop_in(), context_fn=lambda: create_selective_checkpoint_contexts(_as_titan())),
-    "composable": _composable_around_ours,
     "matmuls": modules(policy=remat.policies.save_matmuls),
     "list": modules(policy=PRODUCTS),
     "names": modules(policy=remat.save_names("*.addmm*")),
@@ -241,7 +210,6 @@ OURS: dict[str, Apply] = {
     "titan": modules(policy=_TITAN),
     "call": _changed(_call, modules()),
     "native": _changed(_native, modules()),
-    "native_policy": _changed(_native, modules(policy=remat.policies.save_matmuls)),
     "handle": _changed(_handle, modules()),
     "offload_inputs": modules(offload_inputs=True, offloader=remat.CpuOffloader(min_bytes=0)),
     "offload_names": modules(policy=remat.offload_names("*.addmm*"), offloader=remat.CpuOffloader(min_bytes=0)),
@@ -500,6 +468,3 @@ ENGINES: dict[str, Callable[[Apply], Engine]] = {
     "zero_bubble": lambda apply: Pipeline(apply, ScheduleInterleavedZeroBubble, stages=2),
     "zbv": lambda apply: Pipeline(apply, ScheduleZBVZeroBubble, stages=2),
 }
-
-# Torch's composable checkpoint cannot be in a pipeline with zero bubble, whatever is inside of it.
-IMPOSSIBLE = {f"{engine}:composable" for engine in ("zero_bubble", "zbv")}

@@ -95,22 +95,6 @@ def test_forms_of_the_policy():
             policies.save_collectives(**options)
 
 
-def test_list_of_torchtitan_keeps_no_all_gather():
-    functional = torch.ops._c10d_functional
-    policy = [aten.topk, functional.reduce_scatter_tensor, functional.all_to_all_single] | policies.save_attention
-    assert [repeated(function, policy) for function in (REDUCE_SCATTER, ALL_GATHER, ALL_REDUCE)] == [0, 1, 1]
-
-
-def test_compiled_region_has_equal_gradients():
-    torch._dynamo.reset()
-
-    def function(x):
-        return (collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD) * x).exp().sin()
-
-    compiled = torch.compile(remat.checkpoint(policy=policies.save_collectives)(function), backend="aot_eager")
-    assert_equal_gradients(function, compiled, [leaf(4, 4)])
-
-
 # Those that write their arguments, of which their schemas say nothing
 
 

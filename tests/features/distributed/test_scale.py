@@ -27,21 +27,6 @@ def alone():
         yield
 
 
-def text(schedule, ranks, microbatches):
-    return [" ".join(map(str, actions)) for _, actions in sorted(scale.order_of(schedule, ranks, microbatches).items())]
-
-
-def test_orders_are_those_of_the_schedules():
-    assert text("gpipe", 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert text("1f1b", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    first, last = text("zero bubble", 2, 2)
-    assert first == "0F0 0F1 0I0 0W0 0I1 0W1"
-    assert last == "1F0 1I0 1F1 1I1 1W0 1W1"
-    for rank, actions in scale.order_of("zbv", 4, 8).items():
-        assert {action.stage for action in actions} == {rank, 7 - rank}
-        assert sum(action.kind == "W" for action in actions) == 16
-
-
 def test_peak_is_the_most_that_is_alive_at_any_action():
     cost = scale.Cost(reported=0, kept=10, forward=15, backward=30, inputs=40, between=25, weights=50, sent=1)
     gpipe = scale.order_of("gpipe", 2, 4)[0]

@@ -70,9 +70,11 @@ def test_memory_measured_by_the_profiler_stays_in_the_budget() -> None:
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr_local", "lru", "size", "msps", "random", "e_star"])
-def test_each_heuristic_gives_the_same_results(heuristic: str) -> None:
+def test_each_heuristic_gives_the_same_results_and_is_reported(heuristic: str) -> None:
     plain, peak = _plain("unet")
-    assert _in_budget("unet", int(0.7 * peak), heuristic=heuristic)[0].equals(plain)
+    found, runtime = _in_budget("unet", int(0.7 * peak), heuristic=heuristic)
+    assert found.equals(plain)
+    assert all(part in runtime.report() for part in ("evictions", "run again:", "aten."))
 
 
 def test_fifty_steps_leave_nothing_behind() -> None:
@@ -184,14 +186,6 @@ def test_costs_by_flops_and_by_a_function_are_deterministic() -> None:
     with remat.dtr.budget("1 MiB", cost=lambda op, args, kwargs, result: 3.0) as runtime:
         torch.ones(2) + 1
     assert runtime.total_compute == 6
-
-
-def test_the_report_says_what_happened() -> None:
-    _, peak = _plain("unet")
-    report = _in_budget("unet", int(0.6 * peak))[1].report()
-    assert "evictions" in report
-    assert "run again" in report
-    assert "aten." in report
 
 
 def test_room_is_made_for_a_tensor_of_python_values_too() -> None:

@@ -114,17 +114,6 @@ def test_the_writer_writes_what_is_read_again(tmp_path):
     assert simulate(log, 100, "dtr").overhead == 1.0
 
 
-def test_a_log_is_sound_after_an_exception(tmp_path):
-    def run():
-        with LogWriter(tmp_path / "a.log") as writer:
-            writer.call("op", [], [("a", 4, -1)], 1)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert Log.load(tmp_path / "a.log").base_compute == 1
-
-
 # Logs of real runs
 
 

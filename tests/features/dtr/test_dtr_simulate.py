@@ -1,22 +1,21 @@
-"""The simulator of dynamic rematerialization: whole runs against a slow reference, its main rules, its heuristics."""
+"""The simulator of dynamic rematerialization: whole runs against known figures, its main rules, its heuristics."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
-import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import torch_remat as remat
 from tests.features.dtr.dtr_logs import LogText, chain, random_program, recorded
-from tests.features.dtr.dtr_reference import Reference
 from tests.helpers import pairwise
 from torch_remat.dtr import HEURISTICS, Heuristic, Log, simulate
-from torch_remat.dtr._pool import make_pool
-from torch_remat.dtr.heuristics import Random, Storage, resolve
+from torch_remat.dtr.heuristics import Random, resolve
 from torch_remat.errors import UsageError
 
 RATIOS = ["dtr", "dtr_eq", "dtr_local", "lru", "size", "msps", "e_star"]
@@ -29,22 +28,21 @@ def outcome(result):
     return figures
 
 
+# What a slow simulator straight from the rules found, which searched neighbourhoods anew for every score.
+FIGURES = json.loads((Path(__file__).parent / "data" / "dtr_random_programs.json").read_text())
+
+
 @pairwise(deallocation=KINDS, heuristic=RATIOS)
 def test_random_programs_run_as_in_the_reference(heuristic, deallocation):
-    ended = 0
-    for seed in range(8):
+    for seed, wanted in enumerate(FIGURES[f"{heuristic} {deallocation}"]):
         draw = random.Random(f"{seed} {heuristic} {deallocation}")
-        text = random_program(draw, draw.randint(10, 45))
-        log = text.log()
+        log = random_program(draw, draw.randint(10, 45)).log()
         budget = int(log.peak_bytes * draw.choice([0.95, 0.9, 0.85, 0.8, 0.7, 0.6]))
-        wanted = Reference(log, budget, heuristic, deallocation, max_overhead=4).run()
         for search in ("index", "scan"):
             result = simulate(log, budget, heuristic, deallocation, search=search, max_overhead=4)
-            assert outcome(result) == wanted, (seed, search)
+            assert outcome(result) == dict(zip(FIGURES["figures"], wanted, strict=True)), (seed, search)
             assert result.overhead == pytest.approx(result.total_compute / max(1, result.base_compute)) or not log.ops
             assert result.peak_bytes <= budget
-        ended += bool(wanted["evictions"]) and not wanted["ran_out"]
-    assert ended > 0  # the programs are of a kind that tells
 
 
 @pairwise(deallocation=KINDS, heuristic=RATIOS)
@@ -86,11 +84,6 @@ def test_chain_needs_as_many_ops_as_in_the_published_simulation(heuristic, lengt
     assert extra_ops(length, heuristic) == pytest.approx(PUBLISHED[heuristic][place], abs=0.0051)
 
 
-@pytest.mark.parametrize("heuristic", ["dtr_eq", pytest.param("dtr", marks=pytest.mark.slow)])
-def test_chain_of_4096_needs_at_most_a_twentieth_more_than_its_length(heuristic):
-    assert extra_ops(4096, heuristic) <= 1.05
-
-
 # The rules.
 
 
@@ -102,46 +95,6 @@ def test_a_mutation_makes_a_new_storage_of_the_full_size_also_of_a_view():
     text.release("v")
     log = text.log()
     assert (log.sizes_bytes, log.peak_bytes) == ([8, 8], 16)
-
-
-def test_constants_stay_except_under_banishing():
-    text = LogText()
-    text.constant("w", 8)
-    text.op("a", ["w"], 2)
-    text.release("w")
-    text.op("b", ["a"], 8)
-    text.release("a", "b")
-    log = text.log()
-    assert simulate(log, 17, "dtr").ran_out
-    assert simulate(log, 17, "dtr", "ignore").ran_out
-    assert not simulate(log, 10, "dtr", "banish").ran_out
-
-
-def test_banishing_pins_what_was_made_from_what_is_gone():
-    text = LogText()
-    text.op("a", [], 4)
-    text.op("b", ["a"], 4)
-    text.release("a")  # banished: b can never be made again
-    text.op("c", [], 8)
-    text.release("b", "c")
-    log = text.log()
-    assert simulate(log, 8, "dtr", "banish").ran_out
-    assert simulate(log, 8, "dtr", "eager").evictions == 1
-
-
-def test_what_is_named_at_the_end_is_made_again_and_pinned():
-    text = LogText()
-    text.op("a", [], 4, time=3)
-    text.op("b", [], 4, time=3)
-    text.op("c", [], 4, time=3)
-    text.release("c")
-    log = text.log()
-    result = simulate(log, 8, "lru")
-    assert (result.evictions, result.rematerializations, result.total_compute) == (1, 1, 12)
-    text = LogText()
-    text.op("a", [], 4, time=3)
-    text.op("b", [], 4, time=3)
-    assert simulate(text.log(), 7, "lru").ran_out
 
 
 def test_run_stops_when_ops_run_again_take_more_than_allowed():
@@ -172,15 +125,6 @@ def test_names_classes_and_instances_resolve():
             resolve(wrong)
     with pytest.raises(NotImplementedError, match=r"Heuristic is a heuristic without score\(storage, clock\)"):
         simulate(chain(4).log(), 3, Heuristic)
-
-
-def test_random_is_uniform():
-    pool = make_pool(Random(seed=5))
-    blocks = [Storage(1) for _ in range(5)]
-    for block in blocks:
-        pool.add(block)
-    found = [blocks.index(pool.victim(1)) for _ in range(2000)]
-    assert all(300 < found.count(number) < 500 for number in range(5))
 
 
 class Biggest(Heuristic):
@@ -238,14 +182,3 @@ def test_arguments_that_make_no_sense_are_errors_that_name_near_ones():
         simulate(log, 1, int)
     with pytest.raises(UsageError, match="no search 'heap'"):
         simulate(log, 1, "dtr", search="heap")
-
-
-@pytest.mark.slow
-def test_fifty_thousand_lines_take_less_than_a_minute():
-    log = chain(6500).log()
-    assert log.lines > 50_000
-    start = time.process_time()
-    result = simulate(log, 0.5 * log.peak_bytes, "dtr_eq")
-    assert time.process_time() - start < 60
-    assert result.evictions > 1000
-    assert (result.ran_out, result.stopped) == (False, False)

@@ -53,7 +53,6 @@ class Writes:
     Attributes:
         go: Whether writes may end.
         fails: Tells of the number of a write, from 0, whether it fails.
-        error: What a failing write raises.
         begun: How many have begun.
         ended: How many are over.
     """
@@ -62,7 +61,6 @@ class Writes:
         self.go = threading.Event()
         self.go.set()
         self.fails = lambda number: False
-        self.error = OSError(28, "No space left on device")
         self.begun = self.ended = 0
         self._write = files.write
         monkeypatch.setattr(files, "write", self)
@@ -72,7 +70,7 @@ class Writes:
         assert self.go.wait(20)
         try:
             if self.fails(number):
-                raise self.error
+                raise OSError(28, "No space left on device")
             return self._write(path, content)
         finally:
             self.ended += 1

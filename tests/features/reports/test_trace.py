@@ -15,8 +15,6 @@ from tests.features.reports.blocks import native_block
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
 from tests.helpers import alive, assert_same, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat.dispatch import options
-from torch_remat.reports.profile import Event, Memory
-from torch_remat.reports.recorder import GONE, SENT
 from torch_remat.reports.spans import Sample, Span
 from torch_remat.reports.trace import Trace as Timeline
 
@@ -282,26 +280,6 @@ def test_profile_has_ranges_of_regions_and_ops():
         "remat::layers.0::a [replay]",
         "remat::layers.0::sub.0/b [replay]",
     ]
-
-
-def test_block_that_was_freed_unseen_counts_once():
-    """A thread that is not in the profile frees a block: an offloader's, of which marks tell, or any other."""
-
-    def event(time, name):
-        return Event(name, time, time)
-
-    def memory(time, size, address):
-        return Event("[memory]", time, time, block=("cpu", address), bytes=size)
-
-    changes = Memory([
-        memory(1, 100, 7), event(2, f"{SENT}0 7"), event(3, f"{GONE}0"),  # seen by its marks alone
-        memory(4, 50, 8), memory(5, 60, 8),  # freed in between, since the address was used again
-        memory(6, 100, 7), event(7, f"{SENT}1 7"), memory(8, -100, 7), memory(9, 30, 7), event(10, f"{GONE}1"),  # seen
-        event(11, f"{SENT}2 99"), event(12, f"{GONE}2"), memory(13, -10, 55),  # older than the profile
-    ])  # fmt: skip
-    assert [(sample.time_us, sample.total_bytes) for sample in changes.samples(0)] == [
-        (1, 100), (3, 0), (4, 50), (5, 0), (5, 60), (6, 160), (8, 60), (9, 90),
-    ]  # fmt: skip
 
 
 def test_what_runs_outside_of_regions_is_told_as_forward_backward_or_the_optimizers_step():
