@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
@@ -151,7 +151,7 @@ class DropIn:
         if respects is False:
             _require_no_hooks({**self._options, **changed})
         bind = checkpoint(**{**self._options, **changed}) if changed else self._bind
-        if type(function) is partial and type(function.func) is FunctionType:
+        if type(function) is partial:
             function, args, kwargs = _method_of(function, args, kwargs)
         return bind(function)(*args, **kwargs)
 
@@ -234,14 +234,16 @@ def _require_no_hooks(options: Mapping[str, Any]) -> None:
 
 
 def _method_of(function: partial[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a partial of a module's forward as the method that it is, and the call's arguments.
+    """Return a partial of a module's forward, or of its call, as the method that it is, and the call's arguments.
 
     Names of ops begin below the module, and tensors in the partial are inputs of the region.
     """
-    if not function.args or not isinstance(function.args[0], Module):
+    method, first = function.func, function.args
+    if type(method) is FunctionType and first and isinstance(first[0], Module):
+        method, first = method.__get__(first[0]), first[1:]
+    elif not (type(method) is MethodType and isinstance(method.__self__, Module)):
         return function, args, kwargs
-    module, *first = function.args
-    return function.func.__get__(module), (*first, *args), {**function.keywords, **kwargs}
+    return method, (*first, *args), {**function.keywords, **kwargs}
 
 
 def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:

@@ -119,6 +119,22 @@ def decorated_block(checkpoint, **options):
     return Decorated()
 
 
+class CallingItself(Block):
+    """Checkpoints its own call, as layers of ``transformers`` before 5.24 do."""
+
+    def __call__(self, x, scale):
+        return remat.drop_in(policy=remat.save_names("mlp.gelu_*"))(functools.partial(super().__call__, scale=scale), x)
+
+    def forward(self, x, scale):
+        return self.mlp(x) * scale
+
+
+def test_partial_of_the_call_of_a_module_is_named_from_the_module_and_has_inputs():
+    block, scale = CallingItself(), torch.tensor(2.0)
+    assert kept(block, X, scale) == ["args[0]", "kwargs['scale']", "mlp.gelu_0_0"]
+    assert remat.memory_report(block(X, scale)).regions[0].name == "CallingItself"
+
+
 @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}], ids=str)
 def test_without_a_function_it_is_a_decorator_of_methods(options):
     block = decorated_block(remat.drop_in(), **options)

@@ -18,6 +18,9 @@ from typing import Any
 
 from torch.nn import Module
 
+_call: Any = Module.__call__
+_CALL = _call.__code__
+
 
 def default_name(function: Callable[..., Any] | str | None) -> str:
     """Return a readable name for a region that the user did not name: that of its function or module class.
@@ -27,6 +30,8 @@ def default_name(function: Callable[..., Any] | str | None) -> str:
     """
     while isinstance(function, partial):
         function = function.func
+    if getattr(function, "__func__", None) is _call:  # the call of a module's base class
+        function = function.__self__  # type: ignore[union-attr]
     # A module looks in Python for what it does not have.
     own = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     name: str = function if isinstance(function, str) else own or type(function).__name__
@@ -46,10 +51,6 @@ def scope_restored(prefix: str) -> Iterator[None]:
         yield
     finally:
         scope.reset(token)
-
-
-_call: Any = Module.__call__
-_CALL = _call.__code__
 
 
 class ModulePath:

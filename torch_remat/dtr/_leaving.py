@@ -172,15 +172,16 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return plain.requires_grad_() if tensor.requires_grad else plain
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda _: plain):
-        node = _save(tensor)
-    twin: torch.Tensor = node.saved_tensors[0]
+        saved = _save(tensor)
+    twin: torch.Tensor = saved.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
     return twin
 
 
-def _save(tensor: torch.Tensor) -> Any:
-    """Return a node that has saved a tensor."""
+def _save(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a node that has saved a tensor: without it, torch 2.10 frees what the node has saved."""
     with torch.enable_grad():
-        return _Save.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+        saved: torch.Tensor = _Save.apply(torch.empty(0, requires_grad=True), tensor)
+    return saved
 
 
 class _Save(torch.autograd.Function):
