@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
+    OLDEST,
     assert_same,
     checkpointed,
     leaf,
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:this torch has no tag:torch_remat.RematWarning",  # torch 2.10
     r"ignore:Guards may run slower on Python 3\.13\.0:RuntimeWarning",
 )
-
-OLDEST = torch.__version__.startswith("2.10.")
 
 
 @pytest.fixture(autouse=True)

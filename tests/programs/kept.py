@@ -65,7 +65,7 @@ class Births(LiveStorages):
         return [
             nbytes
             for key, (reference, nbytes) in self.seen.items()
-            if not reference.expired() and key not in self.may_be_kept
+            if nbytes and not reference.expired() and key not in self.may_be_kept
         ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.features.distributed.engines_table import run_cells
-from tests.helpers import no_other_regions
+from tests.helpers import OLDEST, no_other_regions
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
 
@@ -27,6 +27,7 @@ def alone():
         yield
 
 
+@pytest.mark.skipif(OLDEST, reason="torch 2.10 lists no orders of GPipe and 1F1B")
 def test_peak_is_the_most_that_is_alive_at_any_action():
     cost = scale.Cost(reported=0, kept=10, forward=15, backward=30, inputs=40, between=25, weights=50, sent=1)
     gpipe = scale.order_of("gpipe", 2, 4)[0]

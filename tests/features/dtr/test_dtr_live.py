@@ -57,7 +57,7 @@ def test_memory_measured_by_the_profiler_stays_in_the_budget() -> None:
     torch.manual_seed(0)
     step = MODELS["transformer"]()
     limit = peak // 2
-    with torch.profiler.profile(profile_memory=True) as profile, remat.dtr.budget(limit) as runtime:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile, remat.dtr.budget(limit) as runtime:
         step.run()
     total = most = 0
     for event in profile.profiler.kineto_results.events():

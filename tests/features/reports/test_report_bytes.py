@@ -28,7 +28,7 @@ from tests.features.reports.blocks import (
     several_regions,
 )
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Result, Transpose
-from tests.helpers import checkpointed, leaf
+from tests.helpers import OLDEST, checkpointed, leaf
 
 FROZEN = nn.Linear(16, 16).requires_grad_(False)
 CONV = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
@@ -100,6 +100,8 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_total_equals_the_bytes_that_the_profiler_sees_retained(program):
+    if OLDEST and "all arguments" in program:
+        pytest.skip("reports do not see keyword arguments of torch's checkpoint there")
     _, report = assert_exact(PROGRAMS[program])
     if "frozen" in program:
         assert report.parameters.bytes == 16 * 16 * 4
