@@ -502,6 +502,8 @@ class Recorder:
             return function(*args, **kwargs)
         call = Call(name, policy, identity_of(function))
         self.note_call(call)
+        if self.results.unread:  # before the call modifies them, too
+            self.results.read_versions()
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
         is_builtin = type(function) is BuiltinFunctionType
