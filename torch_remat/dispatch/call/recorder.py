@@ -339,7 +339,9 @@ class Recorder:
         if running is None and not self.known_args:
             return False
         maker = self.maker_of(tensor)
-        if maker is not None and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or maker[1] < 0):
+        if maker is not None and (
+            isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor)
+        ):
             return False  # replay will not have it
         if self.region.inputs is None or self.region.inputs.shares(owner):
             return False  # it shares the storage of a region input
