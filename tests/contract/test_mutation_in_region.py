@@ -309,6 +309,25 @@ def test_what_an_inner_region_keeps_under_autocast_does_not_depend_on_addresses(
         held.append(torch.randn(size + 1))  # what comes next lies elsewhere
 
 
+def test_what_a_region_with_a_native_region_keeps_under_autocast_does_not_depend_on_addresses():
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def inner(x):
+        s = x.sin()
+        return keep("product", torch.mm, torch.stack([s, s]).mean(0), w)  # a cast may lie where the stack lay
+
+    def run(inner):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = remat.checkpoint()(lambda x: inner(x.cos()))(x * 1.0)
+        return torch.autograd.grad(y.float().sum(), [x, w])
+
+    expected = run(lambda x: torch.stack([x.sin(), x.sin()]).mean(0) @ w)
+    held = []
+    for _ in range(100):
+        assert_same(expected, run(region([aten.sin.default])(inner)))
+        held.append(torch.randn(4, 4))  # what comes next lies elsewhere
+
+
 CALLS = {"op": lambda name, function, x: remat.op(function, name)(x), "native region": keep}
 MODIFIED = {
     "the call modifies it": lambda call, a: call("call", lambda a: a.sin_(), a),
