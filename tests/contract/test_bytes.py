@@ -142,6 +142,11 @@ def numbers(m, x, w):
     return m("y", m("p", h * scale).sin())
 
 
+def call_saves_what_was_modified(m, x, w):
+    h = m("h", x @ w).exp_()
+    return m("y", remat.op(lambda h: h.sin(), "call")(h)).cos()
+
+
 ROWS = [
     *(pytest.param(program, None, names, None, id=name) for name, (program, names) in NATIVE.items()),
     (only_feeds_a_saved_op, MM, "h", {"exp": 1}),
@@ -158,6 +163,7 @@ ROWS = [
     (several_outputs, [*MM, aten.sort.default], "values index", {}),
     (numbers, MM, "h", None),
     (numbers, [aten.mul.Tensor], "p", None),
+    (call_saves_what_was_modified, [], "y", None),
 ]
 """Function, the ops that the policy saves (None: no policy), what is kept, and the ops that run again if counted."""
 

@@ -244,6 +244,27 @@ def test_input_of_a_region_is_dead_when_backward_reaches_the_region_before_it():
     assert counts == [0]
 
 
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_saved_tensor_that_takes_over_the_graph_of_its_reader_leaves_no_cycle(used, early_stop):
+    """A node that saved a tensor is reached from it then: replay's graph would own itself."""
+    inner = []
+
+    def block(x):
+        state = torch.ones(3)
+        inner.extend(watch(state))
+        out = x * state
+        state.add_(out)
+        return out.sin() if used else (x * 2).sin()
+
+    y = remat.checkpoint(early_stop=early_stop)(block)(leaf(3))
+    with pytest.raises(remat.MutationError) if used else contextlib.nullcontext():
+        y.sum().backward()
+    del y
+    torch.ones((), requires_grad=True).backward()  # else the engine holds on after an error
+    assert alive(inner) == 0
+
+
 def test_unneeded_values_of_replay_die_at_once():
     made = []
 

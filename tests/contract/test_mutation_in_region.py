@@ -307,3 +307,56 @@ def test_what_an_inner_region_keeps_under_autocast_does_not_depend_on_addresses(
         inner = remat.checkpoint(policy=lambda ctx, *_, **__: saves in ctx.name)(lambda x, z: layer(x, z))
         assert_same(expected, run(inner))
         held.append(torch.randn(size + 1))  # what comes next lies elsewhere
+
+
+def test_what_a_region_with_a_native_region_keeps_under_autocast_does_not_depend_on_addresses():
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def inner(x):
+        s = x.sin()
+        return keep("product", torch.mm, torch.stack([s, s]).mean(0), w)  # a cast may lie where the stack lay
+
+    def run(inner):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = remat.checkpoint()(lambda x: inner(x.cos()))(x * 1.0)
+        return torch.autograd.grad(y.float().sum(), [x, w])
+
+    expected = run(lambda x: torch.stack([x.sin(), x.sin()]).mean(0) @ w)
+    held = []
+    for _ in range(100):
+        assert_same(expected, run(region([aten.sin.default])(inner)))
+        held.append(torch.randn(4, 4))  # what comes next lies elsewhere
+
+
+CALLS = {"op": lambda name, function, x: remat.op(function, name)(x), "native region": keep}
+MODIFIED = {
+    "the call modifies it": lambda call, a: call("call", lambda a: a.sin_(), a),
+    "its result is modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin(), a)),
+    "the result of a part is modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin(), a[1:])),
+    "both are modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin_() * 2, a)) + a,
+}
+
+
+def _scale_a_row(x):
+    x[0].mul_(0.5)
+    return x
+
+
+@pairwise(call=CALLS, modified=MODIFIED)
+def test_call_that_runs_whole_reads_what_a_saved_in_place_op_left(call, modified):
+    scale = torch.rand(4, 4)
+
+    def block(call, x):
+        a = x * 1.0
+        a.mul_(scale)
+        return MODIFIED[modified](call, a).sigmoid()
+
+    def gradients(run):
+        x = leaf(4, 4)
+        y = run(x)
+        return y, *torch.autograd.grad(y.sum(), x, retain_graph=True), *torch.autograd.grad(y.sum(), x)
+
+    torch.manual_seed(0)
+    expected = gradients(lambda x: block(plainly, x))
+    torch.manual_seed(0)
+    assert_same(expected, gradients(region([aten.mul_.Tensor])(lambda x: block(CALLS[call], x))))

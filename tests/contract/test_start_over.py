@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_remat as remat
-from tests.helpers import alive, assert_clean_state, assert_same, leaf, watch
-from tests.native_programs import aten, keep, region, uncollected
+from tests.helpers import alive, assert_clean_state, assert_same, leaf, plain, watch
+from tests.native_programs import aten, full, keep, region, uncollected
 from torch_remat import PlaceholderError
 
 
@@ -257,3 +257,27 @@ def test_nothing_is_held_after_the_second_run():
         y.sum().backward()
         del y
         assert alive(held) == 0
+
+
+@pytest.mark.parametrize("graphs", ["two layers", "a graph that is kept"])
+@pytest.mark.parametrize("outer", [region(), full], ids=["region", "torch"])
+def test_what_a_replay_starts_over_for_leaves_forwards_that_were_run_as_they_are(outer, graphs):
+    """The enclosing region runs the inner forward again, which is to keep then what it kept before."""
+
+    def block(x):
+        h = remat.op(torch.sin, "h")(x * 1.0)
+        return (x * largest(h)).sin()
+
+    def gradients(wrap, inner):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+        layer = wrap(lambda x: inner(x).sin())
+        y = layer(layer(x)) if graphs == "two layers" else layer(x)
+        return torch.autograd.grad(y.sum(), x, retain_graph=True) + torch.autograd.grad(y.sum(), x)
+
+    expected = gradients(plain, block)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = gradients(outer, region()(block))
+        assert_same(expected, found)

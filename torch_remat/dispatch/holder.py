@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import detached, graph_exec_group, graph_is_kept
+from torch_remat._compat import SavedTensorHooks, detached, graph_exec_group, graph_is_kept
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.options import Options
 from torch_remat.errors import MutationError
@@ -101,6 +101,7 @@ class RegionLike(Protocol):
         finished: Whether forward is over.
         filling: Whether a replay runs.
         rng: The random state, if replay needs it.
+        hooks: The saved-tensor hooks around it.
     """
 
     options: Options
@@ -109,6 +110,7 @@ class RegionLike(Protocol):
     finished: bool
     filling: bool
     rng: RngState | None
+    hooks: SavedTensorHooks | None
 
     @property
     def name(self) -> str:

@@ -8,8 +8,9 @@ Forward keeps what replay is seen to need. Any other reader of a placeholder (ac
 without a `grad_fn` in unwatched code) gets a `PlaceholderError`. Then the replay starts over once, even if user code
 swallowed the error: filled holders are emptied, buffers and generators are put back, and every call and op of the log
 runs. An error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
-next forward of the same code keeps it. The error is final where a call modified something outside the region, where
-random numbers cannot be drawn again, and for the output of a handle, whose body cannot run in replay.
+next forward of the same code keeps it, unless under hooks of others. The error is final where a call modified
+something outside the region, where random numbers cannot be drawn again, and for the output of a handle, whose body
+cannot run in replay.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from torch_remat.dispatch.placeholder import (
     refuse,
     unpack,
 )
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import (
     MutationError,
@@ -309,7 +310,9 @@ class Answerer:
         if not isinstance(leaf, Placeholder) or not leaf.source.is_of(self.region):
             return leaf
         if self.ops is not None:
-            return self.ops.value_of(leaf, consumer)
+            value = fresh_alias(self.ops.value_of(leaf, consumer), leaf.requires_grad, True)
+            self.note_loaded(value)
+            return value
         call, output = self.region.tape.records.get(leaf.source.op), leaf.source.output
         if call is None:
             return refuse(leaf.source, consumer)

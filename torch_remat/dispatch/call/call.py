@@ -67,6 +67,7 @@ from torch_remat.dispatch.log.entry import Call, Entry, entry_of, written_argume
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
 from torch_remat.dispatch.log.schema import Effects, may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
+from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.reach import Place, reach
 from torch_remat.dispatch.region.inputs import leaves_of
@@ -86,6 +87,7 @@ class Log(Protocol):
     entries: list[Entry]
     has_handles: bool
     has_policy: bool
+    storages: Storages
 
     @property
     def expected(self) -> object:

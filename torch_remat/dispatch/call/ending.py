@@ -23,15 +23,17 @@ from torch_remat.dispatch.log.entry import ONE, Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.region.region import next_serial
 from torch_remat.errors import RematWarning, qualified_name, user_line
 
-_read_after_all: set[tuple[Any, str, str]] = set()
+_read_after_all: dict[tuple[Any, str, str], int] = {}  # each with the serial from which on regions know of it
 _warned: dict[Any, Any] = {}
 
 
 def keep_from_now_on(region: RegionLike, op: str, output: str) -> None:
     """Note a result that replay had to start over for: the next forward of the same code keeps it."""
-    _read_after_all.add((identity_of(region.function), op, output))
+    _read_after_all.setdefault((identity_of(region.function), op, output), next_serial())
 
 
 def forget_what_was_read() -> None:
@@ -203,9 +205,19 @@ class _Ending:
         return roots
 
     def _read_before(self) -> list[tuple[int, int]]:
-        """Return what earlier replays of the same code had to start over for."""
-        code = identity_of(self._region.function)
-        names = {(op, output) for known, op, output in _read_after_all if known == code}
+        """Return what earlier replays of the same code had to start over for.
+
+        An enclosing region runs this forward again in its replay, where this must be the same: what was noted after it
+        began does not count, and nothing does under hooks of others, which may run it again, too.
+        """
+        outermost: RegionLike = self._region
+        mode = current_mode()
+        while mode is not None:
+            outermost, mode = mode.region, mode.parent
+        if outermost.hooks is not None:
+            return []
+        code, first = identity_of(self._region.function), outermost.serial
+        names = {(op, output) for (known, op, output), at in _read_after_all.items() if known == code and at < first}
         return [
             (key, at + 1)
             for at, entry in enumerate(self._log.entries if names else ())

@@ -109,6 +109,7 @@ class RunningNative(Running):
             result = op(*args, **kwargs)
             if effects.cast:  # it may have the memory of a result that is gone
                 self.makers.pop(key_of(result), None)
+                ops.storages.note_foreign(result)
             return result
         entry = _new(make)
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
@@ -191,7 +192,7 @@ class RunningNative(Running):
         call = self.call
         self.watch_end(self._draws)
         call.answers = self.answers
-        call.reads = list(self._reads)
+        call.reads = list(map(self.ops.storages.read_as, self._reads))
         if (
             type(result) is Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
@@ -226,7 +227,7 @@ class RunningNative(Running):
         """Note that an exception left the region; its Python raises it again."""
         super().left_by(error)
         self.call.answers = self.answers
-        self.call.reads = list(self._reads)
+        self.call.reads = list(map(self.ops.storages.read_as, self._reads))
         self.ops.entries.append(self.call)
         self._end(())
 

@@ -339,7 +339,9 @@ class Recorder:
         if running is None and not self.known_args:
             return False
         maker = self.maker_of(tensor)
-        if maker is not None and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or maker[1] < 0):
+        if maker is not None and (
+            isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor)
+        ):
             return False  # replay will not have it
         if self.region.inputs is None or self.region.inputs.shares(owner):
             return False  # it shares the storage of a region input
@@ -502,6 +504,8 @@ class Recorder:
             return function(*args, **kwargs)
         call = Call(name, policy, identity_of(function))
         self.note_call(call)
+        if self.results.unread:  # before the call modifies them, too
+            self.results.read_versions()
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
         of_torch = is_builtin(function)

@@ -111,7 +111,7 @@ class Storages:
             if self.writers.pop(key, None) is not None:
                 self._reused.add(key)
 
-    def _read_as(self, key: int) -> int:
+    def read_as(self, key: int) -> int:
         """Return a storage as it is read: not as that of an entry whose address it has."""
         return -key if key in self._reused and key not in self.writers else key
 
@@ -121,7 +121,7 @@ class Storages:
 
     def note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note what an entry reads, writes and makes."""
-        entry.reads = reads = [self._read_as(key) for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)]
+        entry.reads = reads = [self.read_as(key) for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)]
         effects = entry.effects
         if effects.reshapes and self.is_foreign(key_of(args[0])):
             entry.version = version_of(args[0])
@@ -165,7 +165,7 @@ class Storages:
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
             if self._reused:
-                reads = [self._read_as(key) for key in reads]
+                reads = [self.read_as(key) for key in reads]
             if type(result) is not Tensor:
                 return self._note_several(entry, reads, result)
             key = storage_key(result)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
-_next_serial = count().__next__
+next_serial = count().__next__
 
 
 def live_regions() -> list[Region]:
@@ -278,7 +278,7 @@ class Region:
         if options.offload_inputs and hooks is None:
             inputs.give_away(self.sender().send)
         self.lock = RLock()
-        self.serial = _next_serial()
+        self.serial = next_serial()
         _regions.add(ref(self, _regions.discard))
 
     @property

@@ -38,6 +38,7 @@ from torch_remat.dispatch.check.unread import Unread, Unreadable, check_paramete
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
+    CHANGED,
     Holder,
     Layout,
     OpHolder,
@@ -286,6 +287,8 @@ class Filling(Replaying):
         entry = self._saved[position]
         if type(entry) is ref:
             holder = entry()
+            if value is tensor and (holder is None or holder.metadata[0] == CHANGED):
+                value = self.alias_of(tensor)  # modified in place by what comes from it, it would own its own graph
             if holder is None:
                 return value
             metadata = holder.metadata
