@@ -231,3 +231,21 @@ def test_buffer_that_forward_makes_is_there_once_replay_has_made_it_too(called):
         wrap(block)(x).sum().backward()
         gradients.append([x.grad, *(p.grad for p in module.parameters())])
     assert_same(*gradients)
+
+
+def test_gradient_taken_after_a_native_region_modified_a_buffer_is_refused():
+    module = nn.Module()
+    module.register_buffer("average", torch.ones(4))
+
+    def update(h):
+        with torch.no_grad():
+            module.average.lerp_(h.mean(0), 0.5)
+        return h.sin()
+
+    def block(x):
+        h = remat.native_save_region("update", update, x * 2)
+        (gradient,) = torch.autograd.grad((h * module.average.clone()).exp().sum(), h, create_graph=True)
+        return gradient * h
+
+    with pytest.raises(remat.UsageError, match="a gradient is taken in the region after this call modified a tensor"):
+        remat.checkpoint()(block)(leaf(4, 4))

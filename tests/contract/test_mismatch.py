@@ -280,6 +280,7 @@ CALLS_THAT_DIFFER = {
     # Where the last one is missing or new, replay shows it at its end alone.
     "last is missing": ([A, B], [A], None),
     "last is new": ([A], [A, B], "b"),
+    "only one is new": ([], [AR], "a"),
 }
 
 

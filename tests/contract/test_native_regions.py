@@ -199,3 +199,47 @@ def test_another_function_or_shape_in_replay_is_an_error():
         y = region(region_name="r")(changed)(x)
         with pytest.raises(remat.MismatchError, match="r::n"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_op_that_fails_on_the_data_fails_in_replay_too(where):
+    """Cholesky with a fallback: the failure depends on data that replay does not have."""
+
+    def factor(a):
+        return torch.linalg.cholesky(a - 10 * torch.eye(3))
+
+    def safe(factor, a):
+        try:
+            return factor(a)
+        except torch.linalg.LinAlgError:
+            return torch.linalg.cholesky(a + torch.eye(3))
+
+    def function(x):
+        a = x @ x.t() * 2
+        if where == "inside":
+            return keep("factor", safe, factor, a).exp()
+        return safe(lambda a: keep("factor", factor, a), a).exp()
+
+    x = leaf(3, 3)
+    assert_equal_gradients(function, region()(function), [x])
+
+
+def test_what_a_region_in_a_native_region_keeps_is_modified_before_backward():
+    made = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            made.append(x.cos())
+            ctx.save_for_backward(made[-1])
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    inner = region(region_name="inner")(lambda x: remat.op(Saves.apply, "saves")(x * 2))
+    y = region()(lambda x: keep("native", lambda: inner(x * 3)).exp())(leaf(3))
+    made[0].mul_(2)
+    with pytest.raises(remat.MutationError, match=r"inner.*: a tensor of shape .* modified in place"):
+        y.sum().backward()

@@ -91,6 +91,7 @@ SLICES = {
     "part": lambda h: h[:, :4],
     "every second": lambda h: h[:, ::2],
     "expanded": lambda h: h[:1, :4].expand(4, 4),
+    "one row": lambda h: h[:1, :4],
 }
 
 

@@ -281,3 +281,40 @@ def test_what_a_replay_starts_over_for_leaves_forwards_that_were_run_as_they_are
             warnings.simplefilter("ignore")
             found = gradients(outer, region()(block))
         assert_same(expected, found)
+
+
+@pytest.mark.parametrize("inner", [lambda h: h, lambda h: Doubled.apply(h, "inner", SAVE)], ids=["alone", "in it"])
+def test_handle_runs_again_under_a_policy_with_what_is_in_it(inner):
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            handle = remat.get_handle(ctx, "outer", SAVE)
+            if (y := handle.maybe_load_saved()) is not None:
+                return y
+            y = inner(handle.save_or_load_inputs(x)) * torch.rand(4, 4)
+            handle.save_for_backward({"y": y})
+            return handle.record_outputs(y)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def block(x, w):
+        return (x * largest(Outer.apply(x.cos())) + w).exp()
+
+    (said,) = gradients(block, policy=[aten.cos.default])
+    assert "starts over" in str(said.message)
+
+
+def test_exception_that_forward_caught_comes_again():
+    def body(x):
+        if stumble(x.exp()).sum().item() > -1:
+            raise ValueError("as in forward")
+
+    def function(x, keep=lambda _name, function, *args: function(*args)):
+        try:
+            keep("a", body, x.sin())
+        except ValueError:
+            return x.cos().exp().sin()
+
+    assert_starts_over(function, region()(lambda x: function(x, keep)))
