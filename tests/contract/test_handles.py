@@ -253,7 +253,7 @@ def test_output_that_autograd_does_not_record_is_given_to_an_inner_region_or_a_c
         x, t = leaf(3, 3), torch.randn(3, 3)
 
         def block(x, t):
-            s = call(style, Result, Trace(), "constant", SAVE, t * 2)
+            s = call(style, Inner, Trace(), "constant", SAVE, t * 2)
             inner = call(style, kernel, Trace(), "same", RECOMPUTE, t)
             h = call(style, Affine, Trace(), "h", SAVE, x.sin(), inner)
             if of_torch:

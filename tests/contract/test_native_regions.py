@@ -88,6 +88,12 @@ def comparisons(h, w):
     return sum(torch.where(mask, h, w) * (index + 1) for index, mask in enumerate(kept)), (h - mean) / mean
 
 
+def out_of_another_shape(h, w):
+    with torch.no_grad():
+        a = torch.mul(h, w, out=torch.empty(0).clone())
+    return a * h @ w
+
+
 BODIES = {
     body.__name__: body
     for body in (
@@ -98,6 +104,7 @@ BODIES = {
         dynamic_shapes,
         nested,
         comparisons,
+        out_of_another_shape,
     )
 }
 
@@ -201,22 +208,22 @@ def test_another_function_or_shape_in_replay_is_an_error():
             y.sum().backward()
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["inside", "outside", "mm"])
 def test_op_that_fails_on_the_data_fails_in_replay_too(where):
     """Cholesky with a fallback: the failure depends on data that replay does not have."""
 
     def factor(a):
-        return torch.linalg.cholesky(a - 10 * torch.eye(3))
+        return a @ a[:2] if where == "mm" else torch.linalg.cholesky(a - 10 * torch.eye(3))
 
     def safe(factor, a):
         try:
             return factor(a)
-        except torch.linalg.LinAlgError:
+        except RuntimeError:
             return torch.linalg.cholesky(a + torch.eye(3))
 
     def function(x):
         a = x @ x.t() * 2
-        if where == "inside":
+        if where != "outside":
             return keep("factor", safe, factor, a).exp()
         return safe(lambda a: keep("factor", factor, a), a).exp()
 

@@ -10,6 +10,7 @@ import dataclasses
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,7 @@ for name_, one_call in {
     "several results": lambda call, e, x: (
         lambda r: torch.where(r[1], r[0], r[2])
     )(call("k", Several.apply, x.sin(), e.w)),
+    "partial": lambda call, e, x: call("k", partial(counted(torch.mul), e.w), x.cos()).sin(),
     "bound method": lambda call, e, x: call("k", Scaled(x.sin()).times, x.cos()).sin(),
     "pytree arguments": lambda call, e, x: call(
         "k", counted(lambda t: t["a"][0] * t["b"].first), {"a": [x.sin(), None], "b": Pair(x.cos(), 3)}
