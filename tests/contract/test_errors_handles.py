@@ -8,7 +8,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Both, Inner, Trace, call, policy_ids
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Both, Inner, Kernel, Trace, call, policy_ids
 from tests.helpers import assert_same, chain, checkpointed, leaf, pairwise, plain, run_with_gradients
 
 
@@ -253,3 +253,12 @@ def test_op_that_raised_in_forward_and_returns_in_replay():
     allowed.append(True)
     with pytest.raises(remat.MismatchError, match=r"refuses\.0.*raised an exception in forward but returned in replay"):
         y.sum().backward()
+
+
+def test_saved_op_that_modifies_an_input_that_the_region_made_is_an_error_in_forward():
+    adds = Kernel("adds", (), lambda ctx, x, t: (x + t.add_(1), {}), lambda ctx, saved, grad: (grad, None))
+    x, outside = leaf(3), torch.zeros(3)
+    checkpointed(lambda x: call("handle", adds, Trace(), "a", SAVE, x.sin(), outside))(x).sum().backward()
+    assert_same([torch.ones(3)], [outside])
+    with pytest.raises(remat.UsageError, match="a: this saved op modified an input in place"):
+        checkpointed(lambda x: call("handle", adds, Trace(), "a", SAVE, x, outside * 1))(x)

@@ -118,12 +118,6 @@ def test_value_of_it_raises():
         assert_refused(consume, index, "")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
-def test_consumption_inside_a_mode_raises(mode):
-    with mode():
-        assert_refused(lambda x: F.linear(x, OTHER), matrix(), "")
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_error_of_a_read_past_every_hook_says_what_the_data_may_have_been():
     def block(x):
