@@ -222,8 +222,7 @@ def test_recurrent_layers_are_compared_without_what_nobody_has_written():
     assert_same_program(program, determinism_check="bitwise")
 
 
-@pytest.mark.parametrize("kept", [{"mul", "sin", "cos", "clone"}, {"rand_like", "mul", "sin"}], ids=["views", "random"])
-def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(kept, recwarn):
+def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(recwarn):
     def function(x):
         return (x.t() @ x * torch.rand_like(x)).sin().t().exp()
 
@@ -231,7 +230,7 @@ def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(kept
         torch.manual_seed(0)
         x = torch.linspace(0.1, 1, 16).view(4, 4).requires_grad_()
         inner = wrap(function, determinism_check="bitwise")
-        saves = [getattr(torch.ops.aten, name) for name in kept]
+        saves = [getattr(torch.ops.aten, name) for name in ("mul", "sin", "cos", "clone")]
         return torch.autograd.grad(wrap(lambda x: inner(x * 2).cos() * x, policy=saves)(x).sum(), x)
 
     assert_same(gradients(lambda function, **_: function), gradients(checkpointed))

@@ -245,23 +245,24 @@ def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once
     assert traces[1].runs == {**ops, "after": 1, "last": 2}
 
 
-@pairwise(style=STYLES, of_torch=[True, False], kernel=[Identity, Transpose])
-def test_output_that_autograd_does_not_record_is_given_to_an_inner_region_or_a_call_next(style, of_torch, kernel):
+@pairwise(style=STYLES, natively=[True, False], kernel=[Identity, Transpose])
+def test_output_that_autograd_does_not_record_is_given_to_an_inner_region_or_a_call_next(style, natively, kernel):
     """Nothing was saved for the op, so what follows keeps what is its own; an input may be returned as it is."""
 
     def program(wrap):
         x, t = leaf(3, 3), torch.randn(3, 3)
 
         def block(x, t):
-            s = call(style, Inner, Trace(), "constant", SAVE, t * 2)
             inner = call(style, kernel, Trace(), "same", RECOMPUTE, t)
             h = call(style, Affine, Trace(), "h", SAVE, x.sin(), inner)
-            if of_torch:
-                return h, torch.neg(s) if wrap is plain else remat.native_save_region("next", torch.neg, s)
+            s = call(style, Inner, Trace(), "constant", SAVE, t * 2)
+            if natively:
+                run = remat.native_save_region if wrap is not plain else lambda _name, function, *args: function(*args)
+                return h, run("next", lambda s, h: h * s, s, h)
             return h, wrap(lambda s: call(style, Inner, Trace(), "inner", RECOMPUTE, s))(s)
 
         y, r = wrap(block)(x, t)
-        y.sum().backward()
+        (y.sum() + r.sum()).backward()
         return y, r, x.grad
 
     assert_same_program(program)
