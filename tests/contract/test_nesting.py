@@ -227,3 +227,15 @@ def test_op_in_the_body_of_an_op(style, outer, inner):
         assert (caught.value.region, caught.value.op) == ("block", "inner")
     else:
         assert_same_program(program)
+
+
+def test_saved_op_in_torchs_checkpoint_whose_input_the_next_checkpoint_saves():
+    """Its own saved tensors are torch's; what torch saves next is no saved tensor of the op."""
+
+    def block(x):
+        TORCH(lambda x: call("handle", Both, Trace(), "op", SAVE, x), x)
+        return TORCH(torch.sin, x).sin()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(x.sin().sin().sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))

@@ -38,6 +38,7 @@ from torch_remat._compat import (
     node_number,
     sequence_number,
     storage_key,
+    top_saved_tensors_hooks,
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws, RngState
@@ -57,6 +58,7 @@ from torch_remat.dispatch.holder import (
     is_parameter,
     metadata_of,
     parameter_behind,
+    read,
 )
 from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
@@ -828,8 +830,13 @@ class Recorder:
         self.region.sender().know_parameters(args)
 
     def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
-        """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known."""
-        self.expected, self.known_args = (call, tensors, sequence_number()), args
+        """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known.
+
+        Other hooks, entered inside the region, take it instead, such as those of torch's checkpoint.
+        """
+        hooks = top_saved_tensors_hooks()
+        if hooks is not None and hooks[1] is read:
+            self.expected, self.known_args = (call, tensors, sequence_number()), args
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
