@@ -211,8 +211,8 @@ MUTANTS = (
     ),
     Mutant(
         "resident is a copy", "bytes", "dispatch/call/recorder.py",
-        "            holder.value = self.mode.alias_of(tensor)\n",
-        "            holder.value = self.mode.alias_of(tensor).clone()\n",
+        "        holder.value = self.mode.alias_of(tensor)\n",
+        "        holder.value = self.mode.alias_of(tensor).clone()\n",
     ),
     Mutant(
         "a skipped node counts as a reader", "bytes", "dispatch/log/readers.py",
@@ -253,8 +253,8 @@ MUTANTS = (
     # In-place modifications.
     Mutant(
         "write in forward not looked for", "writes", "dispatch/region/forward.py",
-        "elif self._any_version or any(map(_version_of, self._counters)):",
-        "elif False:",
+        "            if value._version != holder.metadata[0]:",
+        "            if False:",
     ),
     Mutant(
         "write to a cast leaf not looked for", "writes", "dispatch/region/forward.py",
@@ -329,7 +329,7 @@ MUTANTS = (
     ),
     Mutant(
         "more saved tensors not noticed", "mismatch", "dispatch/region/replay.py",
-        "if region.finished and not region.options.early_stop and self.position != len(self._saved):",
+        "if not region.options.early_stop and self.position != len(self._saved):",
         "if False:",
     ),
     Mutant(
@@ -683,18 +683,13 @@ MUTANTS = (
     ),
     Mutant(
         "recomputed tensors kept by a budget", "budgets", "budgets/kept.py",
-        "if len(evictable.stamps) <= self._always_empty or (ops is not None and self._recomputed.saves(ops)):",
-        "if len(evictable.stamps) <= self._always_empty:",
-    ),
-    Mutant(
-        "values set aside not given back", "budgets", "budgets/kept.py",
-        "            for holder, value in full:\n                holder.value = value",
-        "            pass",
+        "if len(stamps) < self._always_empty or (ops is not None and self._recomputed.saves(ops)):",
+        "if len(stamps) < self._always_empty:",
     ),
     Mutant(
         "write after eviction not noticed", "budgets", "budgets/evict.py",
-        "        for entry, counter in self._counters:\n",
-        "        for entry, counter in ():\n",
+        "        if value._version != holder.metadata[0]:\n",
+        "        if False:\n",
     ),
     Mutant(
         "shared storage evicted", "budgets", "_storages.py",

@@ -44,8 +44,8 @@ Kind = Literal[
     "not gone yet",
     "brought back",
 ]
-"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; a policy for ops holds it until the
-end of forward decides whether anything needs it; a replay has just made it; replay draws its numbers from this state;
+"""Why a tensor is there: replay starts from it; backward needs it; replay needs it; forward holds it until its end
+decides whether anything needs it; a replay has just made it; replay draws its numbers from this state;
 replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
 back for a backward that goes on."""
 
@@ -143,7 +143,7 @@ def _unnamed(region: Region) -> Iterator[Kept]:
     for place, entry in enumerate(list(region.tape.saved)):
         if type(entry) is ref and (holder := entry()) is not None:
             label = f"saved tensor {place}"
-            told: tuple[What, Why] = ("empty", "again") if holder.value is None else ("refilled", "backward")
+            told: tuple[What, Why] = ("empty", "again") if holder.value is None else (_filled(region), "backward")
             yield Kept(told[0], "", label, holder.value, why=told[1])
             if (value := getattr(holder, "fingerprint", None)) is not None:
                 yield Kept("determinism check", "", f"value of {label}", value)
@@ -163,7 +163,11 @@ def _named(region: Region) -> Iterator[Kept]:
             if packed is None:
                 yield Kept("empty", op, name, None, made_on, *sources.get(id(holder), ("again",)))
             else:
-                yield Kept("saved" if holder.resident else "refilled", op, name, packed, made_on, "backward", op)
+                yield Kept("saved" if holder.resident else _filled(region), op, name, packed, made_on, "backward", op)
+
+
+def _filled(region: Region) -> What:
+    return "refilled" if region.finished else "undecided"
 
 
 def _of_records(region: Region) -> Iterator[Kept]:

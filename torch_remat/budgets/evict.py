@@ -7,8 +7,7 @@ NOTE [ What is evicted ]
    time from the region's start to its last tensor, and frees what was saved before it.
 2. A storage that something else holds, too, is not evicted: another region, a later holder of this one, the user, the
    running code. Use counts tell: those of the storage against those of the ledger.
-3. A holder that is evicted while forward runs leaves the version counter of its tensor here, so that a later in-place
-   modification is noticed at the end of forward; one that is evicted later is compared with its counter at once.
+3. Holders are filled when forward ends. One that is evicted is compared with its version counter at once.
 4. Once backward has come without ``retain_graph`` the region drops its inputs, and is not evicted after that.
    So the region's own lock is held while holders are emptied; who cannot have it at once takes another region.
 """
@@ -20,16 +19,14 @@ from time import perf_counter
 from typing import NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 
-from torch_remat._compat import graph_task, without_dispatch_modes
+from torch_remat._compat import graph_task
 from torch_remat._score import eviction_score
 from torch_remat._storages import Ledger, each
 from torch_remat.budgets.counted import Counted
 from torch_remat.budgets.steps import Row
-from torch_remat.dispatch.holder import Holder, mark_changed
-from torch_remat.dispatch.log.slot import counter_of
+from torch_remat.dispatch.holder import mark_changed
 from torch_remat.dispatch.options import observers
 from torch_remat.dispatch.region.region import Region
 from torch_remat.offload.sender import Offloaded
@@ -75,7 +72,7 @@ class Evictable:
         last: When values were made or read last.
     """
 
-    __slots__ = ("_away", "_best", "_counted", "_counters", "_first", "_offer", "_paid", "_region", "_row", "begun",
+    __slots__ = ("_away", "_best", "_counted", "_first", "_offer", "_paid", "_region", "_row", "begun",
                  "last", "stamps")  # fmt: skip
 
     def __init__(self, region: Region, counted: Counted, row: Row, offer: Offer | None) -> None:
@@ -84,7 +81,6 @@ class Evictable:
         self._row = row
         self._offer = offer
         self._away: dict[int, Offloaded] = {}
-        self._counters: list[tuple[ref[Holder], Tensor]] = []
         self._best: Prefix | None = None
         self._paid = 0.0  # how long a replay takes in any case, by what is evicted already
         self._first = 0  # all before this place are empty
@@ -156,13 +152,10 @@ class Evictable:
             region.lock.release()
 
     def _empty(self, region: Region, place: int) -> int:
-        entry = self._counted.refs[place]
-        holder = entry()
+        holder = self._counted.refs[place]()
         if holder is None or (value := holder.value) is None:
             return 0
-        if not region.finished:
-            self.watch(entry, value)
-        elif value._version != holder.metadata[0]:
+        if value._version != holder.metadata[0]:
             mark_changed(holder)
         away = None if self._offer is None or region.hooks is not None else self._offer(region, place, value)
         holder.value = None
@@ -175,30 +168,6 @@ class Evictable:
             self._paid = max(self._paid, self.stamps[place] - self.begun)
             self._row.evicted(place, freed, self._paid)
         return freed
-
-    def empty_from(self, first: int) -> None:
-        """Empty all holders from a place on, while forward runs; reports do not count them as evicted."""
-        for place in range(first, len(self.stamps)):
-            holder = self._counted.refs[place]()
-            if holder is not None and holder.value is not None:
-                self.watch(self._counted.refs[place], holder.value)
-                holder.value = None
-                self._counted.remove(place)
-        self._best = None
-
-    def watch(self, entry: ref[Holder], value: Tensor) -> None:
-        """Note the version counter of a value that is not kept, until forward ends."""
-        with without_dispatch_modes():
-            is_plain = type(value) is Tensor and value.layout is torch.strided
-            self._counters.append((entry, counter_of(value) if is_plain else value))
-
-    def end(self) -> None:
-        """The function has ended: mark the empty holders whose tensors were modified in place since."""
-        for entry, counter in self._counters:
-            holder = entry()
-            if holder is not None and counter._version != holder.metadata[0]:
-                mark_changed(holder)
-        self._counters.clear()
 
     def bring_back(self) -> None:
         """Load what an offloader has: it is needed now."""

@@ -10,8 +10,7 @@ RECOMPUTE is never kept. A region with a policy for its ops keeps what that save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
@@ -77,7 +76,7 @@ class KeptRegion:
         collectives: Sees whether it communicates; None where that is allowed, or there is nobody.
     """
 
-    __slots__ = ("__weakref__", "_always_empty", "_let_go", "_like", "_measures", "_recomputed", "collectives",
+    __slots__ = ("__weakref__", "_always_empty", "_empty", "_like", "_measures", "_recomputed", "collectives",
                  "counted", "evictable", "keeps", "key", "owners", "region", "row")  # fmt: skip
 
     def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
@@ -88,7 +87,7 @@ class KeptRegion:
         self.row = Row(region.name, self.counted.input_bytes)
         self.evictable = Evictable(region, self.counted, self.row, owners[0].offer if owners else None)
         self._always_empty = always_empty
-        self._let_go = 0  # how many saved tensors a backward inside of forward has found empty
+        self._empty: set[int] = set()  # the places of saved tensors that are never kept
         self._like: Row | None = None
         self._measures = False
         self._recomputed = _Recomputed()
@@ -107,46 +106,28 @@ class KeptRegion:
 
     # What the runtime asks.
 
-    def keep(self, holder: Holder, entry: ref[Holder], value: Tensor, ops: Any) -> None:
+    def note(self, ops: Any) -> None:
+        """Take note of a saved tensor, and when it was made."""
+        stamps = self.evictable.stamps
+        if len(stamps) < self._always_empty or (ops is not None and self._recomputed.saves(ops)):
+            self._empty.add(len(stamps))
+        stamps.append(perf_counter())
+
+    def keep(self, entry: ref[Holder], value: Tensor | None) -> None:
         """Give a holder its value, unless it is to be empty."""
-        counted, evictable = self.counted, self.evictable
-        if self.collectives is not None and type(value) is not Tensor:
+        counted = self.counted
+        if self.collectives is not None and value is not None and type(value) is not Tensor:
             self.collectives.saw(type(value))
         with lock:
-            evictable.stamps.append(perf_counter())
-            if len(evictable.stamps) <= self._always_empty or (ops is not None and self._recomputed.saves(ops)):
+            holder = entry()
+            if holder is None or value is None or len(counted.refs) in self._empty:
                 counted.add_empty(entry)
-                evictable.watch(entry, value)
                 return
             holder.value = value
             self.row.saved_bytes += counted.add(holder, entry, value)
             for owner in self.owners:
                 if owner.ledger.total > owner.limit:
                     owner.make_room()
-
-    def end(self) -> None:
-        """The function has ended: mark the evicted holders whose tensors were modified in place."""
-        self.evictable.end()
-
-    def let_go(self) -> None:
-        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
-        with lock:
-            self.evictable.empty_from(self._let_go)
-            self._let_go = len(self.counted.refs)
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Have all holders empty for a moment: what replay would need is what it needs outside of a budget."""
-        full = []
-        for entry in self.counted.refs:
-            if (holder := entry()) is not None and holder.value is not None:
-                full.append((holder, holder.value))
-                holder.value = None
-        try:
-            yield
-        finally:
-            for holder, value in full:
-                holder.value = value
 
     def finish(self) -> None:
         """Forward is over."""

@@ -5,7 +5,8 @@ when backward unpacks it.
 
 NOTE [ Life of a holder ]
 1. Autograd's node owns the holder, the holder owns its region; the region's tape knows the holder weakly.
-2. A holder is *empty* until the replay fills it. Unpacking an empty holder starts the replay.
+2. While forward runs it has its value. Then it is *empty* until the replay fills it, unless something keeps it.
+   Unpacking an empty holder starts the replay.
 3. A filled holder keeps its value until its node lets go of it, so that a node may unpack twice. Where the graph is
    kept (``retain_graph=True``) it releases the value at the first read, so that the memory between two backwards is
    that of after forward; a later read replays again. (Not while another thread replays the region, which counts on
@@ -142,9 +143,6 @@ class RegionLike(Protocol):
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of an empty holder, by a replay."""
 
-    def unpack(self, holder: OpHolder) -> torch.Tensor:
-        """Return a resident that enclosing hooks have packed, in forward."""
-
 
 class OpenRegionLike(RegionLike, Protocol):
     """A region of which a phase runs."""
@@ -247,17 +245,15 @@ class OpHolder(Holder):
         tensor_name: The tensor's name.
         resident: Whether the tensor is kept from the start.
         unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
-        key: The storage of what that was; else 0.
     """
 
-    __slots__ = ("key", "op", "packed", "resident", "tensor_name", "unpack")
+    __slots__ = ("op", "packed", "resident", "tensor_name", "unpack")
 
     op: str
     tensor_name: str
     resident: bool
     packed: Any
     unpack: Callable[[Any], torch.Tensor] | None
-    key: int
 
     @property
     def name(self) -> str:
@@ -330,17 +326,18 @@ def read(packed: Any) -> Any:
             region.note_gradient(packed.op if is_of_call else "")
         if packed.unpack is not None:
             with torch.no_grad():
-                return packed.unpack(packed.packed) if packed.region.finished else packed.region.unpack(packed)
+                return packed.unpack(packed.packed)
     region = packed.region
     kept = packed.value
-    if kept is None or not region.finished:
-        if not region.finished and type(packed) is Holder:
-            region.note_gradient("")
+    if not region.finished and type(packed) is Holder:
+        region.note_gradient("")
+    if kept is None:
         kept = region.refill(packed)
     if kept._version != packed.metadata[0]:
         raise changed_in_place(region, "tensor", kept.shape, packed.name, packed.op)
     if (
-        region.inputs is not None
+        region.finished
+        and region.inputs is not None
         and not packed.resident
         and graph_is_kept()
         and not region.filling

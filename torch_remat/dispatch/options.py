@@ -1,8 +1,8 @@
 """What applies to a region: its options, the budget that it runs in, and its observers.
 
 In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; inside a budget its
-*keeper*, which fills holders as they are made and may empty them at any time, since a replay fills empty ones; and its
-`Watch`, which is notified of what runs while a profiler or an observer such as `trace` is active.
+*keeper*, which fills holders at the end of forward and may empty them at any time, since a replay fills empty ones; and
+its `Watch`, which is notified of what runs while a profiler or an observer such as `trace` is active.
 """
 
 from __future__ import annotations
@@ -62,30 +62,22 @@ class Keeper(Protocol):
 
     Attributes:
         owners: The budgets that the region is in.
-        keeps: Whether it fills holders; if not, the region's forward runs as outside of a budget.
+        keeps: Whether it fills holders; if not, the region's forward ends as outside of a budget.
     """
 
     owners: Sequence[Any]
     keeps: bool
 
-    def keep(self, holder: Any, entry: ref[Any], value: torch.Tensor, ops: Any) -> None:
-        """Give a holder its value, unless it is to be empty.
+    def note(self, ops: Any) -> None:
+        """Take note of a saved tensor that a replay could fill, given the region's calls and ops, if it has any."""
+
+    def keep(self, entry: ref[Any], value: torch.Tensor | None) -> None:
+        """Fill one of these holders, or leave it empty, at the end of forward, in the order in which they were noted.
 
         Args:
-            holder: The holder.
             entry: The tape's weak reference to it.
-            value: The saved tensor, detached.
-            ops: The region's calls and ops, if it has any so far.
+            value: The saved tensor, detached; None if the holder is gone.
         """
-
-    def end(self) -> None:
-        """The function has ended: mark the evicted holders whose tensors were modified in place."""
-
-    def let_go(self) -> None:
-        """Empty what was kept since the last time: a backward inside of forward reads it, and finds it as outside."""
-
-    def set_aside(self) -> AbstractContextManager[None]:
-        """Have all holders empty for a moment, as they are outside of a budget."""
 
     def finish(self) -> None:
         """Forward is over: count what the region keeps besides."""

@@ -140,8 +140,6 @@ class Answerer:
         if self.replay.stopped:
             return None
         expected = calls[place] if place < len(calls) else None
-        if expected is None and not self.region.finished:
-            self.replay.stop()  # a backward inside forward, which has not come so far itself
         raise self.replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
 
     def run(
@@ -162,7 +160,7 @@ class Answerer:
                 self.come_to(call)
             leaves = leaves_of(args, kwargs) if call.modified else ()
             given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
-            if (call.run or not self.region.finished) and self._runs(call, given):
+            if call.run and self._runs(call, given):
                 return self._run_whole(call, function, args, kwargs, ())
             return replay_native(self, call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
@@ -181,7 +179,7 @@ class Answerer:
         if call.touched or self.ops is not None:
             self.come_to(call)
         given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
-        if (call.run or not self.region.finished) and self._runs(call, given):
+        if call.run and self._runs(call, given):
             return self._run_whole(call, function, args, kwargs, given)
         if call.waiting:
             self.fill_waiting(call, given)
@@ -192,8 +190,8 @@ class Answerer:
         return result_of(self, call, given)
 
     def _runs(self, call: Call, given: Sequence[Any]) -> bool:
-        """Whether replay runs a call whole that it has to, or whose results are not decided on, in forward."""
-        if call.modified and self._started_over_for is None and self.region.finished:
+        """Whether replay runs a call whole that it has to."""
+        if call.modified and self._started_over_for is None:
             same = [
                 isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
@@ -218,10 +216,6 @@ class Answerer:
 
     def come_to(self, call: Call) -> None:
         """Come to a saved call, which under a policy has its place among the ops."""
-        if call.touched and not self.region.finished:
-            what = "a gradient is taken in the region after this call modified a tensor created outside the region"
-            remedy = "Take the gradient before this call, or outside the region."
-            self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
 

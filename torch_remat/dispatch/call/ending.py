@@ -56,6 +56,7 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
         log.results.read_versions()
     if log.departures.waiting:
         log.departures.send()
+    log.hand_over()
     if log.runs or log.returned or log.needed or log.watch is not None:
         _Ending(log, boundary).decide()
     # Else there is nothing, or only handles, none of whose outputs anything reads.
@@ -73,10 +74,6 @@ class _Ending:
     def decide(self) -> None:
         """Keep results, and note what runs."""
         log, region = self._log, self._region
-        for key, own, after in log.adopted:
-            for entry in log.entries[after:]:
-                if key in entry.reads:
-                    entry.reads = [own if read == key else read for read in entry.reads]
         self._check_left()
         if log.unknown:
             self._check_unknown()

@@ -31,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import (
-    SavedTensorHooks,
     detached,
     is_traceable_wrapper,
     node_behind,
@@ -117,8 +116,6 @@ class Recorder:
         runs: The saved calls, but those of handles and of torch's own functions.
         skipped: The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
         changes: How many times skipped calls have modified an input of the region, by storage.
-        adopted: The storages of what hooks around the region have made anew of a resident, each with its own, and after
-            how many entries.
         unknown: What calls modified that is neither an argument nor a variable, with its version before and whether an
             autograd node of the region had made it.
         watch: The ops, under a policy.
@@ -166,11 +163,8 @@ class Recorder:
         self.runs: list[Running] = []
         self.skipped: list[tuple[int, int]] = []
         self.changes: dict[int, int] = {}
-        self.adopted: list[tuple[int, int, int]] = []
         self.unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
         self._around: Around | None = None
-        # The residents that an entry has made and hooks around the region have packed, each with this entry.
-        self._packed: list[tuple[ref[OpHolder], tuple[Entry, int]]] = []
         self.has_handles = False
         # By storage, the outputs of RECOMPUTE handles, each with its place and its version at the end of the body.
         self._recomputed: dict[int, tuple[Call, int, ref[Tensor], int]] = {}
@@ -229,15 +223,6 @@ class Recorder:
                 if call.outputs[place]() is tensor or not is_older:
                     yield call, place
 
-    def argument_of(self, holder: Holder) -> Tensor | None:
-        """Return what an empty holder of the call that runs waits for, if it is an argument: the call may read it."""
-        running = self.calling
-        if type(running) is RunningCall:
-            for elided in running.call.waiting:
-                if elided.holder() is holder:
-                    return elided.value(running.given.at(elided.place))
-        return None
-
     # What autograd saves.
 
     def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
@@ -249,29 +234,23 @@ class Recorder:
         holder.metadata = metadata_of(tensor)
         holder.value = holder.packed = holder.unpack = None
         holder.resident = True
-        holder.key = 0
         region.tape.holders.append(ref(holder))
         return holder
 
     def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value, or what the enclosing hooks make of it."""
-        hooks: SavedTensorHooks | None = self.region.hooks
-        if hooks is None:
-            holder.value = self.mode.alias_of(tensor)
-            return
-        pack, holder.unpack = hooks
-        holder.key = key_of(tensor)
-        if (maker := self.storages.writers.get(holder.key)) is not None:
-            self._packed.append((ref(holder), maker))
-        with self.mode.unwatched():
-            holder.packed = pack(tensor)
+        """Give a holder its value; at the end of forward the enclosing hooks take it."""
+        holder.value = self.mode.alias_of(tensor)
 
-    def adopt(self, holder: OpHolder, value: Tensor) -> None:
-        """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
-        for packed, maker in self._packed:
-            if packed() is holder:
-                self.storages.writers[key := key_of(value)] = maker
-                self.adopted.append((key, holder.key, len(self.entries)))
+    def hand_over(self) -> None:
+        """Hand residents to the enclosing hooks."""
+        if (hooks := self.region.hooks) is None:
+            return
+        pack, unpack = hooks
+        for known in self.region.tape.holders:
+            holder = known()
+            if holder is not None and holder.resident and holder.value is not None:
+                with self.mode.unwatched():
+                    holder.packed, holder.unpack, holder.value = pack(holder.value), unpack, None
 
     def resident(
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
@@ -306,7 +285,7 @@ class Recorder:
         if (knows_args and self._elide(call, tensor, owner, holder)) or (
             self._recomputed and self._elide_recomputed(tensor, owner, holder)
         ):
-            holder.resident = False
+            holder.resident, holder.value = False, tensor
             region.tape.note_elided(ref(holder))
             if region.values is not None:
                 region.values.add(holder, tensor)
@@ -328,7 +307,7 @@ class Recorder:
         if self._views or (running is not None and (key in running.written or key in running.born)):
             return None
         holder = self.holder_for(call.name, name, tensor)
-        holder.resident = False
+        holder.resident, holder.value = False, tensor
         holder.producer = type(node)
         holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
         region.tape.note_elided(entry := ref(holder))

@@ -181,8 +181,7 @@ def what_differs(
                 remedy="Buffers and other tensors that the region reads must stay unmodified until backward: modify "
                 "a clone, or pass a clone to the region as an argument.",
             )
-        if region.finished:  # else forward has yet to compare it with what its own tensor counts
-            holder.metadata = (tensor._version, *holder.metadata[1:])
+        holder.metadata = (tensor._version, *holder.metadata[1:])
     return None
 
 
@@ -321,7 +320,7 @@ class Around:
         expected: InnerOp | None = noted[at] if at < len(noted) else None
         if expected == op:
             replay.inner_next = at + 1
-        elif expected is not None or replay.region.finished:  # else a backward inside forward, which came this far
+        else:
             name, policy, place = op
             what = f"the replay of the enclosing region {replay.region.name!r} runs this op{at_user_line()}"
             if expected is None:

@@ -191,8 +191,7 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     before: Sequence[torch.Tensor | None] = region.parameters
     if not before:
         return {}
-    # A forward that is not over has noted nothing yet.
-    versions = versions_of(before) if region.finished else region.versions
+    versions = versions_of(before)
     reached = _reached(region, parameters_alone=True)
     now = reached.parameters
     if versions == region.versions and len(now) == len(before) and all(map(is_, before, now)):

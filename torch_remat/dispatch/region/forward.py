@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
 from sys import _getframe
 from types import NoneType
 from typing import Any
@@ -26,7 +25,6 @@ from torch_remat._compat import (
     keep_from_compiler,
     node_number,
     sequence_number,
-    without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
@@ -45,7 +43,6 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
@@ -109,26 +106,24 @@ def _reach(region: ref[Region], _grad_outputs: object) -> None:
 class Recording(RematMode):
     """The forward of a region. Its pack hook makes the holders and notes them on the tape.
 
-    NOTE [ Changes after the save ]
-    Autograd refuses a saved tensor that was modified in place later. A replay that stops early may not come to the
-    change, so forward looks for it: at its end the version counter of each saved tensor must stand where it stood. A
-    counter lives as long as a tensor that shares it. Until then small tensors are simply kept, larger ones up to a
-    budget, and subclasses; of another large one a detached alias without data is.
+    NOTE [ Values till the end ]
+    While forward runs each holder has its value, the saved tensor itself. So a gradient taken inside needs no replay,
+    and autograd's rule is asked once, at the end: a version counter that has moved since the save makes every read an
+    error. Then what is not kept is emptied, which also ends the cycle of a node with its own output; of what is kept an
+    alias without a graph stays. An exception that leaves forward ends the cycles in the same way.
     """
 
     region: OpenRegion
     replaying = False
     ops: Recorder | None = None
     _values: Values | None = None
-    _any_version = 0
-    _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
+    _note: Callable[[Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
-        self._counters: list[torch.Tensor] = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None and region.keeper.keeps:
-            self._keep = region.keeper.keep
+            self._note = region.keeper.note
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
@@ -172,11 +167,10 @@ class Recording(RematMode):
         """
         region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
-        entries, layouts, count = tape.saved, tape.layouts, self._counters.append
-        saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
+        entries, layouts = tape.saved, tape.layouts
+        saved, note = entries.append, self._note
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
-            nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
                 pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
@@ -210,21 +204,14 @@ class Recording(RematMode):
                 return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
-            metadata = metadata_of(tensor)
-            if metadata[0] or owner.layout is not strided:
-                return self.pack(tensor)
-            if keep is None:
-                if (size := owner.nbytes) > SMALL_BYTES:
-                    room -= size
-                count(owner if size <= SMALL_BYTES or room > 0 else _counter_of(owner))
             holder = Holder()
             holder.region = region
-            holder.value = holder.origin = None
-            holder.metadata, holder.layout = metadata, layout
+            holder.value, holder.origin = tensor, None
+            holder.metadata, holder.layout = metadata_of(tensor), layout
             holder.producer = holder.plain = producer
-            saved(entry := ref(holder))
-            if keep is not None:
-                keep(holder, entry, self.alias_of(tensor), ops)
+            saved(ref(holder))
+            if note is not None:
+                note(ops)
             return holder
 
         return pack
@@ -250,10 +237,8 @@ class Recording(RematMode):
         holder = Holder()
         region.tape.saved.append(ref(holder))
         holder.region = region
-        holder.value = holder.origin = None
-        holder.metadata = metadata = metadata_of(tensor)
-        if metadata[0]:
-            self._any_version = 1
+        holder.value, holder.origin = tensor, None
+        holder.metadata = metadata_of(tensor)
         holder.plain = None
         holder.layout = layout
         holder.producer = NoneType if is_input else type(node)
@@ -266,10 +251,8 @@ class Recording(RematMode):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
-        if self._keep is not None:
-            self._keep(holder, ref(holder), self.alias_of(tensor), self.ops)
-        else:
-            self._counters.append(_counter_of(owner))
+        if self._note is not None:
+            self._note(self.ops)
         if self._values is not None:
             self._values.add(holder, tensor)
         return holder
@@ -302,47 +285,58 @@ class Recording(RematMode):
         return boundary_nodes(tensors_of(output))
 
     def finish(self, boundary: Sequence[Node]) -> None:
-        """Close forward: see NOTE [ Changes after the save ], and forget random state that was not drawn from."""
+        """Close forward: see NOTE [ Values till the end ], and forget random state that was not drawn from."""
         region = self.region
         if region.misuse is not None:
             raise region.misuse()  # also where user code swallowed it
         if self._values is not None:
             self._values.flush()
         keeper = region.keeper
-        if keeper is not None and self._keep is not None:
-            keeper.end()
-        elif self._any_version or any(map(_version_of, self._counters)):
-            self._find_changed()
+        values = self._empty()
         region.end_number = sequence_number()
         region.versions = versions_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
-        self._counters.clear()  # before the ops look for what is alive
         self._casts.clear()
         if region.outside is not None:
             region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if self.ops is not None:
-            if keeper is None:
-                finish(self.ops, boundary)
-            else:
-                with keeper.set_aside():
-                    finish(self.ops, boundary)
+            finish(self.ops, boundary)
+        if keeper is not None:
+            for entry, value in values:
+                keeper.keep(entry, value)
+            values.clear()
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         region.finished = True
 
-    def _find_changed(self) -> None:
-        counters = iter(self._counters)
-        for entry in self.region.tape.saved:
-            if type(entry) is ref:
-                counter, holder = next(counters), entry()
-                if holder is not None and counter._version != holder.metadata[0]:
-                    mark_changed(holder)
+    def _empty(self) -> list[tuple[ref[Holder], Tensor | None]]:
+        """Empty the holders that replay fills; return their values in a budget, which may keep them.
+
+        Afterwards only what the region's outputs lead to is alive.
+        """
+        keeps = self._note is not None
+        kept: list[tuple[ref[Holder], Tensor | None]] = []
+        for entry in self.region.tape.holders_to_fill():
+            if (holder := entry()) is None:
+                kept.append((entry, None))
+                continue
+            value = holder.value
+            assert value is not None
+            if value._version != holder.metadata[0]:
+                mark_changed(holder)
+            holder.value = None
+            if keeps and type(holder) is Holder:
+                kept.append((entry, self.alias_of(value)))
+        return kept
 
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
-        self._counters.clear()
+        if not self.region.finished:  # an exception has left it
+            for entry in self.region.tape.holders_to_fill():
+                if (holder := entry()) is not None and holder.value is not None:
+                    holder.value = self.alias_of(holder.value)
         self._casts.clear()
         self.region.inputs.end_forward()
         if self.ops is not None:
@@ -353,17 +347,3 @@ class Recording(RematMode):
             self._values = self.region.values = None
         if self.observed is not None:
             self.observed = self.watcher = None
-
-
-_version_of = attrgetter("_version")
-# What is so small is kept until forward ends rather than described, and of what is larger so much in a region.
-SMALL_BYTES = 4096
-ROOM_BYTES = 1 << 20
-
-
-def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or what shares its version counter but not its data if that is large."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.nbytes <= SMALL_BYTES:
-        return tensor
-    with without_dispatch_modes():
-        return counter_of(tensor)

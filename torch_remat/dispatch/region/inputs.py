@@ -176,12 +176,6 @@ class RegionInputs:
         """
         return id(tensor) in self.originals or (bool(self._storages) and key_of(tensor) in self._storages)
 
-    def adopt(self, tensor: torch.Tensor, key: int) -> None:
-        """Hold a tensor while forward runs, and treat it as if its storage may be that of an argument."""
-        if key in self._storages:
-            self._storages = {*self._storages, key_of(tensor)}
-        self.given = (*self.given, tensor)  # no other takes its place
-
     def is_left_by_gradient(self, variables: Callable[[], Iterable[Any]]) -> bool:
         """Whether the gradient that is taken now leaves the region and comes back; asked while forward runs.
 

@@ -259,8 +259,8 @@ class Outside:
         """Whether a storage belongs to a tensor that the region reaches."""
         return any(noted.place.tensor is not None and key in keys_of(noted.place.tensor) for noted in self._noted)
 
-    def classify(self, log_knows: Callable[[Tensor], bool] | None) -> None:
-        """Note what forward has changed so far.
+    def finish(self, log_knows: Callable[[Tensor], bool] | None) -> None:
+        """Note what forward has changed.
 
         Args:
             log_knows: Takes a tensor: whether the log knows of changes of it; None if there is no log.
@@ -268,10 +268,6 @@ class Outside:
         for noted in self._noted:
             tensor = noted.place.tensor
             noted.classify(log_knows is not None and tensor is not None and log_knows(tensor), self._has_policy)
-
-    def finish(self, log_knows: Callable[[Tensor], bool] | None) -> None:
-        """Do so at the end of forward."""
-        self.classify(log_knows)
         for place in self._lazy:
             made = place.held()
             if isinstance(made, Tensor) and not is_lazy(made):  # there is no earlier state to start from

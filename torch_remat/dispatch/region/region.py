@@ -33,8 +33,7 @@ from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
-from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.mode import Replaying, unseen
+from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.placeholder import unpack
@@ -127,6 +126,14 @@ class Tape:
         """Note a holder that replay fills from an input or an output of an op, which is over by now."""
         self.elided.append((holder, sequence_number()))
 
+    def holders_to_fill(self) -> Iterator[ref[Any]]:
+        """Yield weak references to the holders that a replay fills: those on the tape, then those of saved calls."""
+        for entry in self.saved:
+            if type(entry) is ref:
+                yield entry
+        for elided, _ in self.elided:
+            yield elided
+
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
         return next(place for place, entry in enumerate(self.saved) if type(entry) is ref and entry() is holder)
@@ -203,18 +210,8 @@ class Tape:
 class RecorderLike(Protocol):
     """What a region asks of its log while forward runs; see `call.recorder.Recorder`."""
 
-    @property
-    def storages(self) -> Storages:
-        """Who made and who modified a storage."""
-
     def running(self) -> str | None:
         """Return the name of the call that runs now; None outside of calls."""
-
-    def argument_of(self, holder: Holder) -> torch.Tensor | None:
-        """Return what an empty holder of the call that runs waits for, if it is an argument."""
-
-    def adopt(self, holder: OpHolder, value: torch.Tensor) -> None:
-        """Take what hooks around the region have made anew of a resident as what the resident's entry has made."""
 
 
 class Region:
@@ -306,7 +303,7 @@ class Region:
                 # What this backward has filled and read already, it does not need again. What an earlier one has left
                 # may be all that this one reads: `read` asks for the rest.
                 earlier = self.replayed_in
-                if earlier != graph_task() and (earlier < 0 or not self.finished or not self.tape.has_values()):
+                if self.finished and earlier != graph_task() and (earlier < 0 or not self.tape.has_values()):
                     self._fill()
 
     def note_gradient(self, op: str | None, _grad_outputs: object = None) -> None:
@@ -344,19 +341,12 @@ class Region:
         raise self.misuse()
 
     def refill(self, holder: Holder) -> torch.Tensor:
-        """Return the value of a holder that is empty, by a replay, or that is read before forward is over.
+        """Return the value of an empty holder, by a replay.
 
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
         """
         with self.lock:
-            if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
-                self.keeper.let_go()  # in an enclosing replay an inner region keeps nothing: do the same here
-            argument: torch.Tensor | None = None
-            if not self.finished and self.recorder is not None:
-                argument = self.recorder.argument_of(holder)
-            if argument is not None:
-                return argument
             while (value := holder.value) is None:  # another thread's backward may read what this one fills
                 if self.inputs is None:
                     raise ReleasedError(
@@ -377,8 +367,6 @@ class Region:
             self.keeper.reach()
         last = self.tape.last_needed()
         if last >= 0 or (self.tape.elided and self.tape.empty_elided()):
-            if self.values is not None:
-                self.values.flush()
             self.filling = True
             try:
                 if torch_function_is_on():
@@ -389,43 +377,16 @@ class Region:
             finally:
                 self.filling = False
         self.replayed_in = graph_task()
-        if not self.finished:
-            return
         if not graph_is_kept():
             self.release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
 
     def _fill_up_to(self, last: int) -> None:
-        if not self.finished:
-            self._replay_in_forward(last)
-        elif self.keeper is None:
+        if self.keeper is None:
             self._replay(self, last).replay()
         else:
             self.keeper.replay(self._replay(self, last).replay)
-
-    def _replay_in_forward(self, last: int) -> None:
-        if self.recorder is not None and (op := self.recorder.running()) is not None:
-            self.refuse("a gradient is taken inside this call, through what the region would have to recompute", op)
-        if self.options.policy is not None:
-            self.refuse("a gradient is taken before the region's forward ends, through an op that is not kept", None)
-        with unseen(self):
-            self._replay(self, last).replay()
-
-    def unpack(self, holder: OpHolder) -> torch.Tensor:
-        """Return a resident that hooks around have packed, in forward, where they may have made it anew.
-
-        In a replay of what is around they give the resident itself. What is kept must be the same there: the value is
-        taken as if it lay where the resident does, and what makes it is not this forward's.
-        """
-        assert self.inputs is not None
-        assert holder.unpack is not None
-        with unseen(self):
-            value = holder.unpack(holder.packed)
-        self.inputs.adopt(value, holder.key)
-        if self.recorder is not None:
-            self.recorder.adopt(holder, value)
-        return value
 
     def release(self) -> None:
         """Drop what only a further replay would need."""

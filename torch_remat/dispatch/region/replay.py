@@ -22,7 +22,6 @@ from torch_remat._compat import (
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
-    set_version,
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
@@ -98,8 +97,7 @@ class Filling(Replaying):
     def _end_at(self, last: int) -> None:
         """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
         self._last_empty = self._last = last
-        # A forward that is not over has not run what comes next, so that a replay in it may not either.
-        if not self.region.options.early_stop and self.region.finished:
+        if not self.region.options.early_stop:
             self._last = self._limit
         elif last != self._limit - 1:
             self._last = self.region.tape.with_parameters(last)
@@ -190,8 +188,6 @@ class Filling(Replaying):
         parameters = check_parameters(region)
         places: list[Unreadable] = []
         if region.outside is not None:
-            if not region.finished:
-                region.outside.classify(None if region.recorder is None else region.recorder.storages.has_changed)
             self._before, places = region.outside.go_back(region.name)
         storages = [] if ops is None or region.options.policy is not None else ops.changed_later()
         if not (parameters or places or storages):
@@ -281,8 +277,6 @@ class Filling(Replaying):
             owner = tensor
         value = tensor if is_parameter(tensor) or not tensor.requires_grad else self.alias_of(tensor)
         if position >= self._limit:
-            if not self.region.finished:
-                self.stop_if_filled()
             return value
         entry = self._saved[position]
         if type(entry) is ref:
@@ -334,9 +328,6 @@ class Filling(Replaying):
             self._compare_layouts(position, tensor, owner, holder.layout)
 
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if not self.region.finished and value._version != holder.metadata[0]:
-            value = value.data  # with a version counter of its own
-            set_version(value, holder.metadata[0])
         self._fill(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
@@ -531,14 +522,14 @@ class Filling(Replaying):
         if (refusal := self._refused()) is not None:
             raise refusal.error()
         region = self.region
-        if self.ops is not None and (self.over or region.finished):
+        if self.ops is not None:
             self.ops.check_passed(self._last) if self.over else self.ops.finish()
-        if region.tape.inner and not self.over and region.finished:
+        if region.tape.inner and not self.over:
             check_all_came(self)
         # Where nothing is skipped, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
             raise saved_otherwise(region, self.position, empty[0])
-        if region.finished and not region.options.early_stop and self.position != len(self._saved):
+        if not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
 
 
