@@ -10,7 +10,6 @@ import torch
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.ambient import seeds_of_regions
-from torch_remat.dispatch.call.ending import forget_what_was_read
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +57,6 @@ def _clean_state():
     from tests.helpers import assert_clean_state
 
     torch.manual_seed(0)
-    forget_what_was_read()
     seeds_of_regions.clear()
     yield
     assert_clean_state()

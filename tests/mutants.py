@@ -210,14 +210,19 @@ MUTANTS = (
         "if (",
     ),
     Mutant(
+        "result of a call that replay passes not kept", "bytes", "dispatch/call/ending.py",
+        "        return roots + self._passed()\n",
+        "        return roots\n",
+    ),
+    Mutant(
+        "result of a call that replay does not pass kept", "bytes", "dispatch/call/ending.py",
+        "if not call.is_handle and call.saved_after <= last)",
+        "if not call.is_handle)",
+    ),
+    Mutant(
         "resident is a copy", "bytes", "dispatch/call/recorder.py",
         "        holder.value = self.mode.alias_of(tensor)\n",
         "        holder.value = self.mode.alias_of(tensor).clone()\n",
-    ),
-    Mutant(
-        "a skipped node counts as a reader", "bytes", "dispatch/log/readers.py",
-        "if number >= stop or (at >= 0 and number < ends[at]):",
-        "if False:",
     ),
     Mutant(
         "cast of a weight taken for a result of a native region", "bytes", "dispatch/call/native.py",
@@ -450,9 +455,9 @@ MUTANTS = (
         "            if False:\n",
     ),
     Mutant(
-        "call that wrote outside starts over", "calls", "dispatch/call/answerer.py",
-        "        if entry.touched:\n            return True\n",
-        "",
+        "native region that wrote outside starts over", "calls", "dispatch/call/answerer.py",
+        "return entry.touched or not self.region.options.preserve_rng_state",
+        "return not self.region.options.preserve_rng_state",
     ),
     Mutant(
         "write of a call to what it does not name let through", "calls", "dispatch/call/ending.py",
@@ -530,11 +535,6 @@ MUTANTS = (
         "refusal that stands forgotten", "placeholders", "dispatch/region/replay.py",
         "        if (refusal := self._refused()) is not None:\n            raise refusal.error()",
         "",
-    ),
-    Mutant(
-        "result that was read not kept from then on", "placeholders", "dispatch/call/answerer.py",
-        "            keep_from_now_on(self.region, refusal.source.op, refusal.source.output)",
-        "            pass",
     ),
     # Policies.
     Mutant(

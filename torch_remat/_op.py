@@ -115,15 +115,14 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
 
 
 def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
-    """Say that replay reads these tensors, where forward cannot see it; those that a saved call made are kept.
+    """Say that replay reads these tensors, where forward cannot see it: outputs of handles, results under a policy.
 
-    What reads a saved result by an op that autograd records, or as an argument of an op with a handle, an inner region
-    or another call, is seen without this. Data that is taken past all ops (``numpy()``, ``tolist()``), and ops without
-    a ``grad_fn``, are not: without this, replay starts over once and warns.
+    The output of an op with a handle is kept only if another handle, a call or an inner region takes it as an argument.
+    Under a policy, a result is kept only if an op reads it. For other readers (a native op after a handle, ``numpy()``
+    under a policy) this keeps it. What calls and native regions return is kept without this.
 
     Args:
-        *tensors: Results of saved calls, native regions or ops with handles, or views of them. For others, and outside
-            of regions, this does nothing.
+        *tensors: Results, or views of them. For others, and outside of regions, this does nothing.
 
     Raises:
         UsageError: One of them is no tensor.
@@ -132,10 +131,11 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
         >>> import torch
         >>> import torch_remat as remat
         >>> def block(x):
-        ...     y = remat.op(torch.sin, "sin")(x)
+        ...     y = x.sin()
         ...     remat.recompute_needs_tensor(y)
-        ...     return y * float(y.detach().numpy().max())
-        >>> remat.checkpoint()(block)(torch.ones(3, requires_grad=True)).sum().backward()
+        ...     return x * float(y.detach().numpy().max())
+        >>> policy = [torch.ops.aten.sin.default]
+        >>> remat.checkpoint(policy=policy)(block)(torch.ones(3, requires_grad=True)).sum().backward()
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

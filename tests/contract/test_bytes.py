@@ -29,28 +29,23 @@ from tests.native_programs import (
 )
 
 
-@pytest.mark.parametrize(
-    ("make", "policy"),
-    [(lambda x: keep("a", torch.mm, x, x), None), (lambda x: x @ x, [aten.mm.default])],
-    ids=["call", "policy"],
-)
-def test_placeholder_that_outlives_replay_keeps_nothing_of_the_region_alive(make, policy):
+def test_placeholder_that_outlives_replay_keeps_nothing_of_the_region_alive():
     """As in a list of hidden states, to which replay appends once more."""
     states, made = [], []
 
     def block(x):
         y = x.cos()
         made.append(watch(y))
-        states.append(make(y).detach())
+        states.append((y @ y).detach())
         return y.sin()
 
     with uncollected():
-        y = region(policy)(block)(leaf(3, 3))
+        y = region(MM)(block)(leaf(3, 3))
         y.sum().backward()
         del y
         assert [type(state).__name__ for state in states] == ["Tensor", "Placeholder"]
         assert [alive(reference) for reference in made] == [0, 0]
-        with pytest.raises(remat.PlaceholderError, match=r"[.:](out|mm_0_0)"):
+        with pytest.raises(remat.PlaceholderError, match=r":mm_0_0"):
             states[1].sum().item()
 
 
@@ -96,7 +91,7 @@ NATIVE = {  # program, and the names of what it keeps; it takes what marks a ten
     "read after the last fill": (lambda m, x, w: (g := m("g", x.sin())) + m("h", keep("a", torch.mm, g, w)), ""),
     "saved inside, born outside": (lambda m, x, w: keep("a", lambda g: m("s", g.sin()) * 2, m("g", x.exp())), ""),
     "read by the next one": (lambda m, x, w: keep("b", lambda h: h.sin() * 2, m("h", keep("a", torch.mm, x, w))), "h"),
-    "read in a skipped one alone": (read_in_a_skipped_one, ""),
+    "read in a skipped one alone": (read_in_a_skipped_one, "c h"),
     "view of its result": (lambda m, x, w: m("y", m("h", keep("a", torch.mm, x, w)).t()[1:].sin()), "h"),
     "returned twice": (returned_twice, "h"),
     "parameter inside": (lambda m, x, w: keep("a", lambda: m("s", w.sin()) + w.t()[1:].cos().sum(0)) * 2, ""),

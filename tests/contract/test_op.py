@@ -289,7 +289,7 @@ def caught(call, e, x):
     return y.sin() * torch.rand(4)
 
 
-@program(whole=True)
+@program()
 def result_to_numpy(call, e, x):
     y = call("k", counted(lambda h: h.sin()), x.exp())
     return (x.exp() * float(y.detach().numpy().max())).sin()

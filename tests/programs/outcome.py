@@ -16,7 +16,6 @@ from tests.helpers import assert_clean_state
 from tests.programs.kept import check_kept, check_let_go, check_recomputed, is_modelled
 from tests.programs.program import RECOMPUTE, Program, calls_of, draws, policies_of, writes
 from tests.programs.running import Found, Injected, State, copying, run
-from torch_remat.dispatch.call.ending import forget_what_was_read
 from torch_remat.dispatch.region.region import live_regions
 
 
@@ -51,7 +50,6 @@ def outcome(program: Program) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda *given, **named: None
-        forget_what_was_read()  # by another program: all have the same code
         threads, regions = threading.active_count(), len(live_regions())
         found = _judge(program)
         _check_nothing_left(threads)

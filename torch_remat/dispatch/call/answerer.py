@@ -4,13 +4,13 @@ In: the region's log. Kept: nothing past the replay. Out: the same calls in the 
 skipped calls, kept ones or placeholders; and the values of the holders that wait for a call's arguments.
 
 NOTE [ A placeholder that is read after all ]
-Forward keeps what replay is seen to need. Any other reader of a placeholder (access to data without an op, an op
-without a `grad_fn` in unwatched code) gets a `PlaceholderError`. Then the replay starts over once, even if user code
-swallowed the error: filled holders are emptied, buffers and generators are put back, and every call and op of the log
-runs. An error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what; the
-next forward of the same code keeps it, unless under hooks of others. The error is final where a call modified
-something outside the region, where random numbers cannot be drawn again, and for the output of a handle, whose body
-cannot run in replay.
+A policy keeps what replay is seen to need, and the Python of a native region meets placeholders inside. Any other
+reader of a placeholder (access to data without an op, an op without a `grad_fn` in unwatched code) gets a
+`PlaceholderError`. Then the replay starts over once, even if user code swallowed the error: filled holders are emptied,
+buffers and generators are put back, and every native region and op of the log runs; other calls have their results. An
+error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what. The error is
+final where a native region modified something outside the region, where random numbers cannot be drawn again, and for
+the output of a handle, whose body cannot run in replay.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, top_saved_tensors_hooks, without_torch_function
-from torch_remat.dispatch.call.call import Writes, may_draw_in, variables_of
-from torch_remat.dispatch.call.ending import keep_from_now_on, promise, warn_of_second_run
+from torch_remat.dispatch.call.call import variables_of
+from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.native import replay_native
 from torch_remat.dispatch.call.result import another_call, identity_of, is_flat, kept_or_stand_in, result_of
@@ -236,8 +236,6 @@ class Answerer:
         own = call.answers is None and hooks is not None and hooks[1] is unpack  # else inner hooks take what is saved
         try:
             with saved_tensors_hooks(_throw_away, unpack) if own else nullcontext(), self._unwatched(call):
-                if call.opaque and (error := self._started_over_for) is not None:  # nobody knows what it modifies
-                    return self.replay.watched(Writes(lambda _: self.replay.fail(error)).watch, function, args, kwargs)
                 return function(*args, **kwargs)
         finally:
             if not self.replay.over and call.drawn is not None:
@@ -418,23 +416,20 @@ class Answerer:
             entry.run = True
         for entry in self._entries:
             entry.before = None
-        if refusal is not None:
-            keep_from_now_on(self.region, refusal.source.op, refusal.source.output)
         self._started_over_for, self._refusal = error, refusal
         return True
 
     def _stays_skipped(self, entry: Entry) -> bool:
-        """Whether an entry is a handle whose body cannot run in replay."""
-        return isinstance(entry, Call) and entry.is_handle and self.region.options.policy is None
+        """Whether an entry is a call whose results are there, or a handle whose body cannot run in replay."""
+        if not isinstance(entry, Call) or entry.answers is not None:
+            return False
+        return not entry.is_handle or self.region.options.policy is None
 
     def _cannot_run(self, entry: Entry) -> bool:
         """Whether an entry cannot run again."""
         if not isinstance(entry, Call):
             return entry.effects.random and entry.effects.namespace == "aten" and self.region.rng is None
-        if entry.touched:
-            return True
-        # Forward would know of random numbers, if it looked.
-        return not self.region.options.preserve_rng_state and may_draw_in(entry.function)
+        return entry.touched or not self.region.options.preserve_rng_state
 
     def warn(self) -> None:
         """Warn of what replay has started over for, once it has ended."""

@@ -118,15 +118,13 @@ class Log(Protocol):
     def pack_expected(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor that a handle saves."""
 
-    def note_result(self, call: Call, result: torch.Tensor, key: int, first: int, last: int) -> None:
+    def note_result(self, call: Call, result: torch.Tensor, key: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
 
-    def note_results(
-        self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]], first: int, last: int
-    ) -> None:
+    def note_results(self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Note a call with its results."""
 
-    def note_returned(self, leaf: torch.Tensor, first: int, last: int) -> None:
+    def note_returned(self, call: Call, leaf: torch.Tensor) -> None:
         """Note a tensor that a call returned and has not made."""
 
     def note_writes(self, running: Running) -> None:
@@ -485,7 +483,7 @@ class RunningCall(Running):
                 self.watch_end(self._draws)
             else:
                 self.last = sequence_number()
-            ops.note_result(call, result, key, self.first, self.last)
+            ops.note_result(call, result, key)
         else:
             if not isinstance(result, torch.Tensor):
                 leaves, form = flatten(result)
@@ -525,7 +523,7 @@ class RunningCall(Running):
         call.template = template
         call.results = forms if call.template else forms[0]
         call.gradients = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        ops.note_results(call, leaves, made, self.first, self.last)
+        ops.note_results(call, leaves, made)
 
     def _form_of(self, leaf: torch.Tensor) -> Any:
         """Describe a tensor of the result."""

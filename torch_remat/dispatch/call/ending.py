@@ -8,7 +8,6 @@ NOTE [ What is kept ] in `recorder`, and NOTE [ When a saved call runs whole ] i
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,29 +15,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
-from torch_remat.dispatch.call.recorder import Recorder, Returned
-from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
+from torch_remat.dispatch.call.recorder import Recorder
+from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at
 from torch_remat.dispatch.holder import RegionLike
-from torch_remat.dispatch.log.entry import ONE, Call, Entry
+from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
-from torch_remat.dispatch.log.readers import Readers, read_outputs, readers_in
-from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.region.region import next_serial
+from torch_remat.dispatch.log.readers import Readers, readers_in
 from torch_remat.errors import RematWarning, qualified_name, user_line
 
-_read_after_all: dict[tuple[Any, str, str], int] = {}  # each with the serial from which on regions know of it
 _warned: dict[Any, Any] = {}
-
-
-def keep_from_now_on(region: RegionLike, op: str, output: str) -> None:
-    """Note a result that replay had to start over for: the next forward of the same code keeps it."""
-    _read_after_all.setdefault((identity_of(region.function), op, output), next_serial())
-
-
-def forget_what_was_read() -> None:
-    """Forget the results that were noted so; for tests, whose functions have one code and many meanings."""
-    _read_after_all.clear()
 
 
 def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
@@ -57,7 +43,7 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
     if log.departures.waiting:
         log.departures.send()
     log.hand_over()
-    if log.runs or log.returned or log.needed or log.watch is not None:
+    if log.has_results or log.runs or log.needed or log.watch is not None:
         _Ending(log, boundary).decide()
     # Else there is nothing, or only handles, none of whose outputs anything reads.
 
@@ -79,7 +65,7 @@ class _Ending:
             self._check_unknown()
         if log.has_policy:  # elsewhere the graph is asked
             log.results.let_go_of_graph()
-        elif log.returned:
+        else:
             self._find_changed()
         region.tape.roots = roots = self._roots()
         if log.watch is not None:
@@ -106,8 +92,6 @@ class _Ending:
         """Return who reads what in the graph, from the first call that asks on; walked once, if anything asks."""
         if self._readers is None:
             firsts = [run.first for run in self._log.runs if run.outputs is not None]
-            if not self._log.has_policy:
-                firsts += [returned.first for returned in self._log.returned]
             self._readers = readers_in(self._boundary, min(firsts)) if firsts else {}
         return self._readers
 
@@ -195,61 +179,21 @@ class _Ending:
         if log.watch is not None and log.watch.compiled_code.ran:
             roots += self._read_by_compiled_code()
         roots += log.needed
-        if _read_after_all:
-            roots += self._read_before()
-        if not log.has_policy and (log.saved_results or log.returned):
-            roots += self._read_by_unwatched()
+        return roots + self._passed()
+
+    def _passed(self) -> list[tuple[int, int]]:
+        """Return what the calls returned past which replay goes on, each after how many entries."""
+        log, region = self._log, self._region
+        last = region.tape.last_place(region.hooks, region.options.early_stop)
+        calls = list(region.tape.records.values())
+        waits = [at for at, call in enumerate(calls) if any(region.hooks or one.holder() for one in call.waiting)]
+        passed = {call for call in calls[: waits[-1] if waits else 0] if not call.is_handle}
+        passed.update(call for call in calls if not call.is_handle and call.saved_after <= last)
+        roots = [(key, after) for call, key, after in log.returned if call in passed]
+        for at, entry in enumerate(log.entries):
+            if entry in passed:
+                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]
         return roots
-
-    def _read_before(self) -> list[tuple[int, int]]:
-        """Return what earlier replays of the same code had to start over for.
-
-        An enclosing region runs this forward again in its replay, where this must be the same: what was noted after it
-        began does not count, and nothing does under hooks of others, which may run it again, too.
-        """
-        outermost: RegionLike = self._region
-        mode = current_mode()
-        while mode is not None:
-            outermost, mode = mode.region, mode.parent
-        if outermost.hooks is not None:
-            return []
-        code, first = identity_of(self._region.function), outermost.serial
-        names = {(op, output) for (known, op, output), at in _read_after_all.items() if known == code and at < first}
-        return [
-            (key, at + 1)
-            for at, entry in enumerate(self._log.entries if names else ())
-            for place, key in ([(0, entry.storage)] if entry.kind == ONE else entry.made)
-            if (entry.group, entry.label(place)) in names
-        ]
-
-    def _read_by_unwatched(self) -> list[tuple[int, int]]:
-        """Return the results of calls that ops read which replay recomputes, as autograd's graph shows."""
-        log = self._log
-        stop, end = self._stop()
-        # Also where the graph of what saved it is gone: replay runs it anyway.
-        roots = [(key, after) for number, after, key in log.saved_results if number <= stop]
-        known = {key for key, _ in roots}
-        outputs: dict[tuple[Node, int], Returned] = {}
-        for returned in log.returned:
-            if returned.last >= end or returned.key in known:
-                continue
-            if returned.node is None:
-                roots.append((returned.key, returned.after))
-            elif returned.last < stop:
-                outputs[returned.node, returned.output] = returned
-        if outputs and stop:
-            lasts = [returned.last for returned in log.returned]
-            for returned, number in read_outputs(self._graph(), outputs, stop, log.skipped):
-                before = log.returned[bisect_right(lasts, number) - 1]  # the call before the reader
-                roots.append((returned.key, before.after))
-        return roots
-
-    def _stop(self) -> tuple[int, int]:
-        """Return how far replay comes; see `Tape.stop`."""
-        region = self._region
-        begins = [returned.first for returned in self._log.returned]
-        stop: tuple[int, int] = region.tape.stop(region.hooks, region.options.early_stop, begins)
-        return stop
 
     def _read_by_compiled_code(self) -> list[tuple[int, int]]:
         """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""

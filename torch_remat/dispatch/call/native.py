@@ -197,7 +197,7 @@ class RunningNative(Running):
             type(result) is Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
         ):  # fmt: skip
-            self.ops.note_result(call, result, key, self.first, self.last)
+            self.ops.note_result(call, result, key)
             self._end((result,))
         else:
             self._returns_several(result)
@@ -212,15 +212,15 @@ class RunningNative(Running):
                 if not set(keys_of(leaf)).isdisjoint(self.makers):
                     made.append((at, leaf))
                 elif not leaf.is_inference():
-                    ops.note_returned(leaf, self.first, self.last)
+                    ops.note_returned(call, leaf)
             elif not is_one:
                 for hidden in tensors_of(leaf):  # in an object that is no pytree
-                    ops.note_returned(hidden, self.first, self.last)
+                    ops.note_returned(call, hidden)
         call.template = () if form is None or form.is_leaf() else (form,)
         metas = [described(leaf, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
         call.results = metas if call.template else metas[0]
         call.gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        ops.note_results(call, leaves, made, self.first, self.last)
+        ops.note_results(call, leaves, made)
         self._end(leaves)
 
     def left_by(self, error: BaseException) -> None:

@@ -7,10 +7,9 @@ NOTE [ What is kept ]
 1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
    call's own argument or variable is *elided* instead where replay has it: the holder is filled when replay comes to
    the call. A leaf that requires a gradient is never kept: the graph has it.
-2. A result of a saved entry is kept only if replay reads it: in an entry that runs (`needs`), a recomputed handle, an
-   inner region, or, where ops are not watched, an op that autograd recorded (`readers`). A result without a `grad_fn`,
-   such as a router's choice, is kept wherever replay could read it.
-3. Autograd does not show other readers of a result. If there is one, replay starts over and runs every entry.
+2. What a call returned is kept if replay goes on past the call: nobody asks who reads it. Under a policy, a result is
+   kept only if an entry that runs in replay reads it (`needs`).
+3. A policy does not see readers that are no ops. If there is one, replay starts over and runs every entry.
 4. The output of a handle is kept only where a handle, a call or an inner region reads it: for a native reader it is a
    placeholder, whose error says what to do.
 """
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from sys import _getframe
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -33,7 +32,6 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     detached,
     is_traceable_wrapper,
-    node_behind,
     node_number,
     sequence_number,
     storage_key,
@@ -83,26 +81,6 @@ _new = object.__new__  # without a call of `__init__`, which would be a tenth of
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
 
-class Returned(NamedTuple):
-    """A tensor that a call returned and a saved entry made.
-
-    Attributes:
-        key: Its storage.
-        node: Its autograd node; None without a `grad_fn`.
-        output: Which of the node's outputs it is.
-        first: The number of the first autograd node that the call made.
-        last: That of the first one after it.
-        after: How many entries there were by then.
-    """
-
-    key: int
-    node: Node | None
-    output: int
-    first: int
-    last: int
-    after: int
-
-
 class Recorder:
     """The log of one region's forward.
 
@@ -110,11 +88,8 @@ class Recorder:
         entries: The entries, in order: saved calls, and under a policy all ops.
         roots: What replay must have for the holders that it fills.
         needed: The storages that replay reads in any case, each after how many entries.
-        saved_results: Of each result of an entry that an unwatched op saves: the number of the first node that replay
-            does not come to if this is the last tensor that it fills, how many entries there were, and the storage.
-        returned: What calls returned that a saved entry made.
+        returned: The outputs of handles that a call returned: the call, the storage, and after how many entries.
         runs: The saved calls, but those of handles and of torch's own functions.
-        skipped: The ranges of sequence numbers of autograd nodes that replay skips, so that they read nothing.
         changes: How many times skipped calls have modified an input of the region, by storage.
         unknown: What calls modified that is neither an argument nor a variable, with its version before and whether an
             autograd node of the region had made it.
@@ -128,6 +103,7 @@ class Recorder:
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many calls of the policy RECOMPUTE code runs.
         has_handles: Whether a handle was saved, in a region without a policy.
+        has_results: Whether a call has returned what it made.
         skipped_any: Whether there was a saved call, so that replay may lack what it made.
     """
 
@@ -156,12 +132,10 @@ class Recorder:
         self.known_args: Sequence[Any] = ()
         self.draws = None if region.rng is None else Draws(region.rng)
         self.recomputing = 0
-        self.skipped_any = self.packs = False
+        self.skipped_any = self.packs = self.has_results = False
         self.needed: list[tuple[int, int]] = []
-        self.saved_results: list[tuple[int, int, int]] = []
-        self.returned: list[Returned] = []
+        self.returned: list[tuple[Call, int, int]] = []
         self.runs: list[Running] = []
-        self.skipped: list[tuple[int, int]] = []
         self.changes: dict[int, int] = {}
         self.unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
         self._around: Around | None = None
@@ -286,7 +260,7 @@ class Recorder:
             self._recomputed and self._elide_recomputed(tensor, owner, holder)
         ):
             holder.resident, holder.value = False, tensor
-            region.tape.note_elided(ref(holder))
+            region.tape.elided.append(ref(holder))
             if region.values is not None:
                 region.values.add(holder, tensor)
         elif policy is not _OFFLOAD or region.hooks is not None or not self.departures.take(holder, tensor):
@@ -310,7 +284,7 @@ class Recorder:
         holder.resident, holder.value = False, tensor
         holder.producer = type(node)
         holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
-        region.tape.note_elided(entry := ref(holder))
+        region.tape.elided.append(entry := ref(holder))
         call.waiting = [*call.waiting, new_tuple(Elided, (entry, place, None, None))]
         return holder
 
@@ -414,26 +388,7 @@ class Recorder:
         elif kind is not Tensor and key:
             place = len(self.region.tape.saved)
             self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
-        if not self.has_policy:
-            self._note_number(tensor, key, held)
         return held
-
-    def _note_number(self, tensor: Tensor, key: int, held: Holder | Anchor | None) -> None:
-        """Note where autograd stood when an op that nobody watches saved a tensor."""
-        tape = self.region.tape
-        number = stop = sequence_number()
-        buffer = False
-        if type(self.calling) is not RunningNative:
-            node = tensor.grad_fn
-            # A result is saved once its op has run, all else before. Of a tensor without a gradient nobody knows.
-            if tensor.requires_grad if node is None else node_number(node) != number - 1:
-                stop = number - 1
-            if held is not None:
-                self.saved_results.append((stop, len(self.entries), key))
-            else:
-                buffer = not tensor.requires_grad and tensor.is_floating_point()
-        place = len(tape.saved) if held is None else len(tape.saved) - 1  # a resident has its place by now
-        tape.numbers[place] = number, stop, buffer
 
     def _pack_made(self, tensor: Tensor, entry: Entry, place: int) -> OpHolder:
         label = entry.label(place)
@@ -522,7 +477,7 @@ class Recorder:
             raise
         finally:
             self.calling = None
-            self.skipped.append((running.first, running.last))
+            call.saved_after = len(self.region.tape.saved)
             if not of_torch:
                 running.let_go()
                 self.runs.append(running)
@@ -627,9 +582,10 @@ class Recorder:
         if outside is None or not outside.has_buffer(key):
             call.wrote = [*call.wrote, "a tensor created outside the region"]
 
-    def note_result(self, call: Call, result: Tensor, key: int, first: int, last: int) -> None:
+    def note_result(self, call: Call, result: Tensor, key: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own: what most calls return."""
         geometry = result.shape, result.stride(), result.storage_offset()
+        self.has_results = True
         call.kind, call.storage, call.saved = ONE, key, FIRST
         call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
         call.gradients = (result.requires_grad,)
@@ -638,32 +594,26 @@ class Recorder:
         self.storages.note_one(call, key)
         self.results.note_one(call, result)
         self.entries.append(call)
-        about = key, result.grad_fn, result.output_nr, first, last, len(self.entries)
-        self.returned.append(new_tuple(Returned, about))
 
-    def note_results(
-        self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, Tensor]], first: int, last: int
-    ) -> None:
+    def note_results(self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, Tensor]]) -> None:
         """Note a call with its result: the leaves, and those among them that it has made, by place."""
+        self.has_results = True
         call.made = self.storages.note_results(call, made)
         call.saved = frozenset(place for place, _ in made)
         if call.policy is _OFFLOAD:
             call.away = call.saved
         self.results.note(call, leaves)
         self.entries.append(call)
-        for leaf in leaves:
+        for leaf in leaves if self.has_handles else ():
             if isinstance(leaf, Tensor) and not leaf.is_inference():
-                self.note_returned(leaf, first, last)
+                self.note_returned(call, leaf)
 
-    def note_returned(self, leaf: Tensor, first: int, last: int) -> None:
-        """Note a tensor that a call returned: recomputed code may read it."""
-        maker = self.maker_of(leaf)
-        if maker is None:
-            return
-        for key in keys_of(leaf):
-            self._hold_output(maker[0], maker[1], key)
-            about = key, node_behind(leaf), leaf.output_nr, first, last, len(self.entries)
-            self.returned.append(new_tuple(Returned, about))
+    def note_returned(self, call: Call, leaf: Tensor) -> None:
+        """Note a tensor that a call returned: recomputed code may read it, also if a handle has made it."""
+        if (maker := self.maker_of(leaf)) is not None:
+            for key in keys_of(leaf):
+                self._hold_output(maker[0], maker[1], key)
+                self.returned.append((call, key, len(self.entries)))
 
     def note_reader(self, tensor: Tensor, show: bool = False) -> None:
         """Note that replay reads a tensor here; of a handle's output, whether code that knows no handles does."""
@@ -756,7 +706,7 @@ class Recorder:
     def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
         """Note a saved handle whose body has ended."""
         call, region = op.call, self.region
-        call.number = number = node_number(op._ctx)  # in replay its node reads nothing
+        call.number = node_number(op._ctx)
         self.skipped_any = True
         calling = self.calling
         if calling is None:
@@ -775,7 +725,6 @@ class Recorder:
             self.entries.append(call)
         elif isinstance(calling, RunningNative):
             calling.note_handle(call, outs)
-        self.skipped.append((number, number + 1))
 
     def _note_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
         """Note the outputs of a handle under a policy, which sees who reads them, but not who reads views."""
@@ -825,7 +774,7 @@ class Recorder:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
         self.opened = self._around = self.calling = None
-        self.returned, self.runs = [], []
+        self.runs = []
         self._recomputed.clear()
         for call in self.entries:
             if type(call) is Call and call.outputs:

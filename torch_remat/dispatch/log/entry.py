@@ -178,6 +178,7 @@ class Call(Entry):
         template: The form of the result, alone in a tuple; empty if it is one leaf.
         layout: Shape and strides of its tensor arguments.
         saved_before: How many tensors the region had saved when the call began.
+        saved_after: How many when it ended.
         waiting: Saved tensors that replay has: arguments and variables, or views of these.
         places: Where variables among these, or among the results, are found, by their number after the arguments.
         drawn: Where the call left the random generators, if it drew numbers.
@@ -206,7 +207,7 @@ class Call(Entry):
     gradients: Sequence[bool] = ()
     template: tuple[Any, ...] = ()
     layout: Sequence[Any] = ()
-    saved_before = 0
+    saved_before = saved_after = 0
     waiting: Sequence[Elided] = ()
     places: Mapping[int, tuple[int, Any]] = _NONE
     drawn: RngState | None = None

@@ -64,12 +64,9 @@ class Tape:
         saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
             a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
             argument brings.
-        numbers: For saved tensors, by place, where autograd stood, if something is kept: the sequence number; the
-            number of the first node to which a replay that ends here does not come; whether its op may yet fill it.
         layouts: For views of parameters among these, by place, their layout there.
         buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
-        elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables,
-            each with the number of the first node after the op that saved it.
+        elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The calls by name, in order.
         inner: The ops of inner regions, in the order in which they began.
@@ -84,7 +81,6 @@ class Tape:
         "holders",
         "inner",
         "layouts",
-        "numbers",
         "records",
         "roots",
         "saved",
@@ -94,45 +90,25 @@ class Tape:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.layouts: dict[int, Layout] = {}
         self.buffers: set[int] = set()
-        self.elided: list[tuple[ref[OpHolder], int]] = []
+        self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Call] = {}
         self.inner: list[InnerOp] | tuple[()] = ()
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
-        self.numbers: dict[int, tuple[int, int, bool]] = {}
 
-    def stop(self, hooks: object, early_stop: bool, begins: Iterable[int]) -> tuple[int, int]:
-        """Return the number of the first node to which no replay comes, and where autograd stands when it ends.
-
-        It ends while an op saves what it is given, and has run what has no node and comes before that. ``begins`` are
-        the numbers at which native regions begin.
-        """
+    def last_place(self, hooks: object, early_stop: bool) -> int:
+        """Return, at the end of forward, the place to which a replay goes; -1 if none is needed; see `may_need`."""
         places = range(len(self.saved) - 1, -1, -1)
-        last = self.with_parameters(next((place for place in places if self.may_need(place, hooks)), -1))
-        elided = [number for holder, number in self.elided if hooks is not None or holder() is not None]
-        if not early_stop and (last >= 0 or elided):
-            return sequence_number(), sequence_number()  # to the function's end
-        number, stop, _ = self.numbers.get(last, (0, 0, False))
-        end = number
-        if last >= 0 and any(  # the op itself is run, and then no native region is begun
-            buffer and saved == number and place <= last and self.may_need(place, hooks)
-            for place, (saved, _, buffer) in self.numbers.items()
-        ):
-            stop = end = min((begin for begin in begins if begin >= number), default=sequence_number())
-        return max([stop, *elided]), max([end, *elided])
-
-    def note_elided(self, holder: ref[OpHolder]) -> None:
-        """Note a holder that replay fills from an input or an output of an op, which is over by now."""
-        self.elided.append((holder, sequence_number()))
+        last = next((place for place in places if self.may_need(place, hooks)), -1)
+        return self.with_parameters(last) if early_stop or last < 0 else len(self.saved)
 
     def holders_to_fill(self) -> Iterator[ref[Any]]:
         """Yield weak references to the holders that a replay fills: those on the tape, then those of saved calls."""
         for entry in self.saved:
             if type(entry) is ref:
                 yield entry
-        for elided, _ in self.elided:
-            yield elided
+        yield from self.elided
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -146,12 +122,12 @@ class Tape:
             if type(entry) is ref and (holder := entry()) is not None and holder.value is None
         ]
         if self.elided:
-            empty += [holder for entry, _ in self.elided if (holder := entry()) is not None and holder.value is None]
+            empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
         return empty
 
     def empty_elided(self) -> int:
         """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
-        return sum([(holder := entry()) is not None and holder.value is None for entry, _ in self.elided])
+        return sum([(holder := entry()) is not None and holder.value is None for entry in self.elided])
 
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
@@ -201,7 +177,7 @@ class Tape:
         return place
 
     def _alive(self) -> Iterator[Holder]:
-        for entry in (*self.saved, *[holder for holder, _ in self.elided]):
+        for entry in (*self.saved, *self.elided):
             holder = entry() if type(entry) is ref else None
             if holder is not None:
                 yield holder
