@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import Function
 
@@ -270,3 +271,51 @@ def test_buffer_that_a_nested_region_modifies_after_a_call_has_saved_it_is_an_er
     out = remat.checkpoint()(lambda x: block(x.tanh()))(leaf(4, 4))
     with pytest.raises(remat.MutationError):
         out.sum().backward()
+
+
+def on_cpu(function):
+    def wrapped(x):
+        with torch.autograd.graph.save_on_cpu():
+            return function(x)
+
+    return wrapped
+
+
+def in_torch(function):
+    return partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
+
+
+MATMULS = {"policy": remat.policies.save_matmuls}
+NESTED = {
+    "in a region": lambda f: checkpointed(checkpointed(f)),
+    "in two": lambda f: checkpointed(checkpointed(checkpointed(f))),
+    "policy inside": lambda f: checkpointed(checkpointed(f, **MATMULS)),
+    "policy around": lambda f: checkpointed(checkpointed(f), **MATMULS),
+    "in a saved call": lambda f: checkpointed(remat.op(checkpointed(f), "call")),
+    "in torch's checkpoint": lambda f: in_torch(checkpointed(f)),
+    "in hooks": lambda f: on_cpu(checkpointed(f)),
+    "two in torch's checkpoint": lambda f: in_torch(checkpointed(checkpointed(f))),
+}
+
+
+@pytest.mark.parametrize("is_index", [False, True], ids=["factor", "index"])
+@pytest.mark.parametrize("name", NESTED)
+def test_tensor_that_no_region_reaches_modified_before_the_backward_of_nested_regions_is_an_error(name, is_index):
+    box = SimpleNamespace(inner=SimpleNamespace(t=torch.arange(4) if is_index else torch.ones(4)))
+
+    def inner(x):
+        return (x.sin()[box.inner.t] if is_index else x.sin() * box.inner.t).exp()
+
+    y = NESTED[name](inner)(leaf(4))
+    box.inner.t.mul_(0)
+    with pytest.raises(remat.MutationError, match=r"saved tensor \d: .* modified in place"):
+        y.sum().backward()
+
+
+def test_what_an_inner_region_reads_modified_before_a_backward_through_the_outer_one_alone_is_an_error():
+    box = SimpleNamespace(inner=SimpleNamespace(t=torch.ones(4)))
+    x, w = leaf(4), leaf(4)
+    y = checkpointed(lambda x: checkpointed(lambda x: (x.sin() * box.inner.t).exp())(x) * w)(x)
+    box.inner.t.mul_(2)
+    with pytest.raises(remat.MutationError, match="modified in place"):
+        torch.autograd.grad(y.sum(), w)

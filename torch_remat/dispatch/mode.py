@@ -46,7 +46,7 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
     run_fsdp_in,
 )
-from torch_remat.dispatch.holder import Holder, RegionLike
+from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
 from torch_remat.dispatch.options import Watch
 from torch_remat.errors import Carried
 
@@ -195,6 +195,10 @@ class RematMode(DispatchMode):
         if self.observed is None:
             return ops.run(opaque, name, policy, function, args, kwargs)
         return self.observed.run_native(partial(ops.run, opaque), name, policy, function, args, kwargs)
+
+    @abstractmethod
+    def take_others(self, tape: TapeLike) -> None:
+        """Take, at the end of an inner region's forward, what that saved and did not make."""
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Give names to the tensors that autograd saves next, if a saved call makes them."""

@@ -38,6 +38,7 @@ from torch_remat.dispatch.holder import (
     UNKNOWN_LAYOUT,
     Anchor,
     Holder,
+    TapeLike,
     is_parameter,
     layout_of,
     mark_changed,
@@ -79,6 +80,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         mode.finish(nodes)
+        if region.tape.others and parent is not None and not is_part:
+            parent.take_others(region.tape)
     finally:
         mode.forget()
     if region.outside is not None:
@@ -174,6 +177,7 @@ class Recording(RematMode):
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
+        others = None if region.hooks is None else tape.others
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -223,6 +227,8 @@ class Recording(RematMode):
             holder.metadata, holder.layout = metadata, layout
             holder.producer = holder.plain = producer
             saved(entry := ref(holder))
+            if producer is NoneType and others is not None and id(owner) not in originals:
+                others.append((entry, ref(owner), 0))
             if keep is not None:
                 keep(holder, entry, self.alias_of(tensor), ops)
             return holder
@@ -266,6 +272,8 @@ class Recording(RematMode):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
+        if region.hooks is not None and not is_input and (node is None or holder.origin is not None):
+            region.tape.others.append((ref(holder), ref(owner), metadata[0]))
         if self._keep is not None:
             self._keep(holder, ref(holder), self.alias_of(tensor), self.ops)
         else:
@@ -273,6 +281,10 @@ class Recording(RematMode):
         if self._values is not None:
             self._values.add(holder, tensor)
         return holder
+
+    def take_others(self, tape: TapeLike) -> None:
+        """Note what an inner region has saved and not made."""
+        self.region.tape.others += tape.others
 
     def ops_now(self) -> Recorder:
         """Return the ops of this forward."""

@@ -30,7 +30,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, ResidentRef, read
+from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Other, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.log.storages import Storages
@@ -74,6 +74,8 @@ class Tape:
         holders: Weak references to the holders of all that has a name, for reports.
         records: The calls by name, in order.
         inner: The ops of inner regions, in the order in which they began.
+        others: Of what it saved and did not make, under hooks of others, and of what inner regions did, in order:
+            weak references to holder and tensor, and the tensor's version.
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
     """
@@ -86,6 +88,7 @@ class Tape:
         "inner",
         "layouts",
         "numbers",
+        "others",
         "records",
         "roots",
         "saved",
@@ -99,6 +102,7 @@ class Tape:
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Call] = {}
         self.inner: list[InnerOp] | tuple[()] = ()
+        self.others: list[Other] = []
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
         self.numbers: dict[int, tuple[int, int, bool]] = {}

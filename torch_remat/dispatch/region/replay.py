@@ -31,6 +31,7 @@ from torch_remat.dispatch.check.compare import (
     check_all_came,
     is_same_leaf,
     lies_otherwise,
+    modified_since,
     saved_otherwise,
     what_differs,
 )
@@ -43,6 +44,7 @@ from torch_remat.dispatch.holder import (
     Layout,
     OpHolder,
     ResidentRef,
+    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
@@ -77,6 +79,7 @@ class Filling(Replaying):
     _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
+    _others_next = 0  # the place of the next tensor that inner regions save and have not made
     _waiting = 0  # how many holders are filled otherwise than at their place
     _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
@@ -394,7 +397,7 @@ class Filling(Replaying):
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
-        self.position = self.inner_next = 0
+        self.position = self.inner_next = self._others_next = 0
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
@@ -449,6 +452,15 @@ class Filling(Replaying):
         if self.ops is None and not self.over:
             self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
+
+    def take_others(self, tape: TapeLike) -> None:
+        """Compare what an inner region has saved now and not made with what it saved in this region's forward."""
+        noted, begin = self.region.tape.others, self._others_next
+        self._others_next = begin + len(tape.others)
+        for (holder, before, version), (_, now, version_now) in zip(noted[begin:], tape.others, strict=False):
+            if version_now > version and (known := holder()) is not None and before() is now() is not None:
+                if known.metadata[0] != CHANGED and not self.over:
+                    self.fail(modified_since(known))
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
