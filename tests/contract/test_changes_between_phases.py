@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -319,3 +321,65 @@ def test_what_an_inner_region_reads_modified_before_a_backward_through_the_outer
     box.inner.t.mul_(2)
     with pytest.raises(remat.MutationError, match="modified in place"):
         torch.autograd.grad(y.sum(), w)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+class Mapped(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Encoding(UserDict):
+    x = property(lambda self: self["x"], lambda self, value: self.__setitem__("x", value))
+    mask = property(lambda self: self["mask"], lambda self, value: self.__setitem__("mask", value))
+
+
+OBJECTS = [Batch, Slotted, Mapped, Encoding, SimpleNamespace]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["in place", "replaced"])
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("nests", [False, True], ids=["one region", "nested"])
+def test_tensor_of_an_argument_that_is_an_object_changed_before_backward_is_an_error(nests, kind, is_replaced):
+    linear = nn.Linear(4, 4)
+    batch = kind(x=leaf(4), mask=torch.ones(4))
+
+    def function(batch):
+        return (linear(batch.x).sin() + batch.mask).exp()
+
+    region = checkpointed(checkpointed(function) if nests else function)
+    y = region(batch).sum()
+    if is_replaced:
+        batch.mask = torch.zeros(4)
+    else:
+        batch.mask.zero_()
+    with pytest.raises(remat.MutationError, match=r"mask.* modified"):
+        y.backward()
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("options", [{}, MATMULS], ids=["plain", "policy"])
+def test_region_that_sets_tensors_of_an_argument_that_is_an_object_starts_from_those_of_forward(options, kind):
+    x, w = leaf(4), leaf(4)
+
+    def function(batch):
+        batch.x = batch.x.sin() * w
+        return (batch.x * batch.mask).exp()
+
+    def run(region):
+        batch = kind(x=x * 1, mask=torch.ones(4))
+        region(batch).sum().backward()
+        found, x.grad, w.grad = [batch.x, x.grad, w.grad], None, None
+        return found
+
+    assert_same(run(function), run(checkpointed(function, **options)))

@@ -200,7 +200,8 @@ class RegionInputs:
     def note_histories(self) -> None:
         """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
         if self._made is None:
-            self._made = {index for index, leaf in enumerate(self.given) if node_behind(leaf) is not None}
+            tensors = [(index, leaf) for index, leaf in enumerate(self.given) if isinstance(leaf, Tensor)]
+            self._made = {index for index, leaf in tensors if node_behind(leaf) is not None}
 
     @property
     def keeps_histories(self) -> bool:

@@ -38,7 +38,7 @@ from torch_remat.dispatch.mode import Replaying, unseen
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import ReleasedError, UsageError
@@ -263,6 +263,8 @@ class Region:
         inputs = RegionInputs(args, kwargs, hooks)
         self.inputs: RegionInputs | None = inputs
         reached = reach(function, inputs.modules() if inputs.others else ())
+        if inputs.others:
+            reached.places += places_in(inputs.others)
         self.parameters: Sequence[torch.Tensor | None] = reached.parameters
         if reached.places:
             self.outside = Outside(reached.places, options.policy is not None)

@@ -458,9 +458,9 @@ class Filling(Replaying):
         noted, begin = self.region.tape.others, self._others_next
         self._others_next = begin + len(tape.others)
         for (holder, before, version), (_, now, version_now) in zip(noted[begin:], tape.others, strict=False):
-            if version_now > version and (known := holder()) is not None and before() is now() is not None:
-                if known.metadata[0] != CHANGED and not self.over:
-                    self.fail(modified_since(known))
+            is_modified = version_now > version and before() is now() is not None and not self.over
+            if is_modified and (known := holder()) is not None and known.metadata[0] != CHANGED:
+                self.fail(modified_since(known))
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
