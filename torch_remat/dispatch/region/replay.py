@@ -19,6 +19,7 @@ from torch_remat._compat import (
     CompiledCode,
     count_of_modes,
     detached,
+    is_under_always_called_hooks,
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
@@ -50,7 +51,7 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import Replaying, StopReplay
+from torch_remat.dispatch.mode import Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
@@ -485,7 +486,7 @@ class Filling(Replaying):
     def stop(self) -> NoReturn:
         """End the replay; see NOTE [ How a replay ends ]."""
         self._end()
-        raise StopReplay(self)
+        raise (StopUnderHooks if is_under_always_called_hooks(_REPLAY) else StopReplay)(self)
 
     def _end(self) -> None:
         """Ignore what the function does from here on."""
@@ -554,6 +555,7 @@ class Filling(Replaying):
             raise saved_otherwise(region, self.position)
 
 
+_REPLAY = Filling.replay.__code__
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 2
 LAST_SAVED = 4
