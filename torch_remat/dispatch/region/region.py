@@ -29,6 +29,7 @@ from torch_remat._compat import (
     with_torch_function,
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.check.compare import differs_at
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Other, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
@@ -354,6 +355,7 @@ class Region:
 
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
+            MismatchError: Replay did not fill it.
         """
         with self.lock:
             if not (self.finished or self.filling or self.hooks is None or self.keeper is None):
@@ -363,7 +365,11 @@ class Region:
                 argument = self.recorder.argument_of(holder)
             if argument is not None:
                 return argument
-            while (value := holder.value) is None:  # another thread's backward may read what this one fills
+            replays = 0
+            while (value := holder.value) is None:  # another thread's backward may have read what a replay filled
+                if replays == 2 or (replays and self.inputs is None):
+                    raise differs_at(self, holder, "backward needs this tensor, but replay ended without it")
+                replays += 1
                 if self.inputs is None:
                     raise ReleasedError(
                         "backward needs this tensor again, but an earlier backward freed the inputs of replay",
