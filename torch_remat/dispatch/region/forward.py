@@ -177,7 +177,6 @@ class Recording(RematMode):
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
-        others = None if region.hooks is None else tape.others
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -212,6 +211,8 @@ class Recording(RematMode):
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
                 return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
+            elif region.hooks is not None:
+                return self.pack(tensor)
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             metadata = metadata_of(tensor)
@@ -227,8 +228,6 @@ class Recording(RematMode):
             holder.metadata, holder.layout = metadata, layout
             holder.producer = holder.plain = producer
             saved(entry := ref(holder))
-            if producer is NoneType and others is not None and id(owner) not in originals:
-                others.append((entry, ref(owner), 0))
             if keep is not None:
                 keep(holder, entry, self.alias_of(tensor), ops)
             return holder
