@@ -318,3 +318,22 @@ def test_exception_that_forward_caught_comes_again():
             return x.cos().exp().sin()
 
     assert_starts_over(function, region()(lambda x: function(x, keep)))
+
+
+@pytest.mark.parametrize("has_call", [False, True], ids=["policy", "policy and call"])
+def test_replay_that_starts_over_for_an_exception_of_others_keeps_nothing(has_call):
+    gru, lengths = nn.GRU(4, 4, batch_first=True), torch.tensor([2, 3])
+    made = []
+
+    def block(x):
+        h = remat.op(torch.sin, "sin")(x) if has_call else x.sin()
+        made.extend(watch(h))
+        packed = pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(gru(packed)[0], batch_first=True)[0].exp()
+
+    with uncollected(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            region([aten.mm.default])(block)(leaf(2, 3, 4)).sum().backward()
+        assert len(made) > 4  # it started over
+        assert alive(made) == 0

@@ -485,6 +485,7 @@ class Answerer:
             if ops is not None:
                 ops.forget()
         self._over = True
+        self._started_over_for = self._refusal = None  # whose traceback has frames that know this
         self.ops = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region
