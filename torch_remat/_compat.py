@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
 from threading import Lock
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import optree
@@ -650,3 +650,22 @@ def _within(context: Callable[[], AbstractContextManager[Any]], work: Callable[.
             return work(*args, **kwargs)
 
     return work_in_context
+
+
+# Which forward hooks were registered with ``always_call=True``, and which of torch's functions runs a module that has
+# hooks. Without them the exception that ends a replay would pass such a hook, which closes what a pre-hook has opened.
+_CALL = torch.nn.Module._call_impl.__code__
+_CALL_WITH_HOOKS = next((one for one in _CALL.co_consts if getattr(one, "co_name", "") == "inner"), _CALL)
+
+
+def is_under_always_called_hooks(until: CodeType) -> bool:
+    """Whether a module that runs has such a hook, up to the frame of a certain function."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not until:
+        if frame.f_code is _CALL_WITH_HOOKS and (
+            getattr(torch.nn.modules.module, "_global_forward_hooks_always_called", None)
+            or getattr(frame.f_locals["self"], "_forward_hooks_always_called", None)
+        ):
+            return True
+        frame = frame.f_back
+    return False

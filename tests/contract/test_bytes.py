@@ -195,3 +195,22 @@ def test_region_keeps_and_runs_what_was_counted_by_hand(function, ops, names, ru
         assert runs is None or ours == runs
         peer = replayed_ops(lambda x: function(Marks(), x, w), sac(policy), [x], [w])
         assert not Counter(ours) - Counter(peer)
+
+
+def test_number_assigned_in_a_native_region_keeps_nothing():
+    """The memory of the tensor that torch makes of it may be that of a result that is gone."""
+
+    def write(v):
+        for row in range(4):
+            v[row] = 0.25
+
+    def function(x):
+        unused = [(x @ x).sum().sin() for _ in range(4)]
+        del unused
+        v = x.cos()
+        keep("write", write, v)
+        return v
+
+    x = leaf(4, 4)
+    kept = {remat.memory_report(region([aten.mm.default, aten.sum.default])(function)(x)).bytes for _ in range(40)}
+    assert kept == {x.nbytes}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import Function
 
@@ -270,3 +273,113 @@ def test_buffer_that_a_nested_region_modifies_after_a_call_has_saved_it_is_an_er
     out = remat.checkpoint()(lambda x: block(x.tanh()))(leaf(4, 4))
     with pytest.raises(remat.MutationError):
         out.sum().backward()
+
+
+def on_cpu(function):
+    def wrapped(x):
+        with torch.autograd.graph.save_on_cpu():
+            return function(x)
+
+    return wrapped
+
+
+def in_torch(function):
+    return partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
+
+
+MATMULS = {"policy": remat.policies.save_matmuls}
+NESTED = {
+    "in a region": lambda f: checkpointed(checkpointed(f)),
+    "in two": lambda f: checkpointed(checkpointed(checkpointed(f))),
+    "policy inside": lambda f: checkpointed(checkpointed(f, **MATMULS)),
+    "policy around": lambda f: checkpointed(checkpointed(f), **MATMULS),
+    "in a saved call": lambda f: checkpointed(remat.op(checkpointed(f), "call")),
+    "in torch's checkpoint": lambda f: in_torch(checkpointed(f)),
+    "in hooks": lambda f: on_cpu(checkpointed(f)),
+    "two in torch's checkpoint": lambda f: in_torch(checkpointed(checkpointed(f))),
+}
+
+
+@pytest.mark.parametrize("is_index", [False, True], ids=["factor", "index"])
+@pytest.mark.parametrize("name", NESTED)
+def test_tensor_that_no_region_reaches_modified_before_the_backward_of_nested_regions_is_an_error(name, is_index):
+    box = SimpleNamespace(inner=SimpleNamespace(t=torch.arange(4) if is_index else torch.ones(4)))
+
+    def inner(x):
+        return (x.sin()[box.inner.t] if is_index else x.sin() * box.inner.t).exp()
+
+    y = NESTED[name](inner)(leaf(4))
+    box.inner.t.mul_(0)
+    with pytest.raises(remat.MutationError, match=r"saved tensor \d: .* modified in place"):
+        y.sum().backward()
+
+
+def test_what_an_inner_region_reads_modified_before_a_backward_through_the_outer_one_alone_is_an_error():
+    box = SimpleNamespace(inner=SimpleNamespace(t=torch.ones(4)))
+    x, w = leaf(4), leaf(4)
+    y = checkpointed(lambda x: checkpointed(lambda x: (x.sin() * box.inner.t).exp())(x) * w)(x)
+    box.inner.t.mul_(2)
+    with pytest.raises(remat.MutationError, match="modified in place"):
+        torch.autograd.grad(y.sum(), w)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+class Mapped(dict):
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+class Encoding(UserDict):
+    x = property(lambda self: self["x"], lambda self, value: self.__setitem__("x", value))
+    mask = property(lambda self: self["mask"], lambda self, value: self.__setitem__("mask", value))
+
+
+OBJECTS = [Batch, Slotted, Mapped, Encoding, SimpleNamespace]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["in place", "replaced"])
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("nests", [False, True], ids=["one region", "nested"])
+def test_tensor_of_an_argument_that_is_an_object_changed_before_backward_is_an_error(nests, kind, is_replaced):
+    linear = nn.Linear(4, 4)
+    batch = kind(x=leaf(4), mask=torch.ones(4))
+
+    def function(batch):
+        return (linear(batch.x).sin() + batch.mask).exp()
+
+    region = checkpointed(checkpointed(function) if nests else function)
+    y = region(batch).sum()
+    if is_replaced:
+        batch.mask = torch.zeros(4)
+    else:
+        batch.mask.zero_()
+    with pytest.raises(remat.MutationError, match=r"mask.* modified"):
+        y.backward()
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("options", [{}, MATMULS], ids=["plain", "policy"])
+def test_region_that_sets_tensors_of_an_argument_that_is_an_object_starts_from_those_of_forward(options, kind):
+    x, w = leaf(4), leaf(4)
+
+    def function(batch):
+        batch.x = batch.x.sin() * w
+        return (batch.x * batch.mask).exp()
+
+    def run(region):
+        batch = kind(x=x * 1, mask=torch.ones(4))
+        region(batch).sum().backward()
+        found, x.grad, w.grad = [batch.x, x.grad, w.grad], None, None
+        return found
+
+    assert_same(run(function), run(checkpointed(function, **options)))

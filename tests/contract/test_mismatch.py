@@ -18,6 +18,7 @@ from tests.helpers import (
     leaf,
     pairwise,
 )
+from torch_remat.dispatch.region import replay as filling
 
 
 def differing(forward, replay):
@@ -363,3 +364,13 @@ def assert_names(error, op):
         assert error.region == "inner" or error.region.startswith("level ")
     else:
         assert (error.region, error.op) == ("inner", op)
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_replay_that_does_not_fill_what_backward_needs_is_an_error_and_not_repeated_for_ever(monkeypatch, keeps_graph):
+    replays = []
+    monkeypatch.setattr(filling.Filling, "replay", lambda self: replays.append(self))
+    y = checkpointed(lambda x: x.sin().exp(), region_name="block")(leaf(4))
+    with pytest.raises(remat.MismatchError, match=r"^block::saved tensor 1: .*replay ended without it"):
+        y.sum().backward(retain_graph=keeps_graph)
+    assert 1 <= len(replays) <= 2

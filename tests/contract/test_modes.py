@@ -271,3 +271,37 @@ def test_cast_of_a_weight_in_the_memory_of_a_result_that_is_gone_is_not_taken_fo
     assert "product.out" in report
     assert "product.cos_0_0" not in report
     out.sum().backward()
+
+
+HOOKED = {
+    "plain": checkpointed,
+    "policy": partial(checkpointed, policy=remat.policies.save_matmuls),
+    "nested": lambda f: checkpointed(checkpointed(f)),
+    "bitwise": partial(checkpointed, determinism_check="bitwise"),
+    "saved call before": lambda f: checkpointed(lambda x: f(remat.op(torch.sin, "sin")(x))),
+    "in a native region": lambda f: checkpointed(lambda x: remat.native_save_region("f", f, x.sin()).exp()),
+}
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["of modules", "global"])
+@pytest.mark.parametrize("way", HOOKED)
+def test_always_called_forward_hooks_are_called_where_replay_ends(way, everywhere):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Tanh(), nn.Linear(64, 64)))
+    opened, handles = [], []
+
+    def close(*_):
+        opened.pop()
+
+    if everywhere:
+        handles.append(nn.modules.module.register_module_forward_pre_hook(lambda *_: opened.append(1)))
+        handles.append(nn.modules.module.register_module_forward_hook(close, always_call=True))
+    else:
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: opened.append(1))
+            module.register_forward_hook(close, always_call=True)
+    try:
+        HOOKED[way](model)(leaf(64, 64)).sum().backward()
+        assert opened == []
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -140,3 +140,22 @@ def test_region_that_writes_its_argument_is_right_where_hooks_give_it_another_co
     assert_same(expected, program(checkpointed, copies))
     with pytest.raises(remat.MutationError, match=r"modified (this input )?in place"):
         program(checkpointed)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.sin.default]}], ids=["plain", "policy"])
+@pytest.mark.parametrize("is_complex", [True, False], ids=["conjugate", "negative"])
+def test_hooks_around_a_region_may_resolve_lazy_conjugates_and_negatives(is_complex, options):
+    z = leaf(3, 4, dtype=torch.complex64)
+
+    def run(region):
+        z.grad = None
+        argument = z.conj() if is_complex else z.conj().imag
+        with saved_tensors_hooks(lambda tensor: tensor.resolve_conj().resolve_neg().clone(), lambda packed: packed):
+            y = region(argument)
+        y.abs().sum().backward()
+        return z.grad
+
+    def block(x):
+        return (x * 2 + x.sin()).exp()
+
+    assert_same(run(block), run(checkpointed(block, **options)))

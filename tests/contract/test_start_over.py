@@ -320,3 +320,92 @@ def test_exception_that_forward_caught_comes_again():
             return x.cos().exp().sin()
 
     assert_starts_over(function, region()(lambda x: function(x, keep)))
+
+
+@pytest.mark.parametrize("has_call", [False, True], ids=["policy", "policy and call"])
+def test_replay_that_starts_over_for_an_exception_of_others_keeps_nothing(has_call):
+    gru, lengths = nn.GRU(4, 4, batch_first=True), torch.tensor([2, 3])
+    made = []
+
+    def block(x):
+        h = remat.op(torch.sin, "sin")(x) if has_call else x.sin()
+        made.extend(watch(h))
+        packed = pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(gru(packed)[0], batch_first=True)[0].exp()
+
+    with uncollected(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            region([aten.mm.default])(block)(leaf(2, 3, 4)).sum().backward()
+        assert len(made) > 4  # it started over
+        assert alive(made) == 0
+
+
+class Tanh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := x.tanh())
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+@pytest.mark.parametrize("kind", [remat.op, lambda f, name: lambda *args: remat.native_save_region(name, f, *args)])
+def test_call_that_reads_a_handles_output_stays_skipped_where_another_starts_replay_over(kind):
+    def block(x, w):
+        b = kind(Tanh.apply, "b")(Doubled.apply(x, "a", SAVE))
+        return b * x.sin() * keep("c", lambda: largest(torch.mm(x, w)))
+
+    assert len(gradients(block)) == 1
+
+
+def modifies_an_unread_variable(x, w):
+    v = x * 2
+    remat.op(lambda: v.neg_(), "call")()
+    return torch.cat([x.square(), w + torch.rand_like(w)])
+
+
+def modifies_a_variable_and_returns_another(x, w):
+    v, u = x * 2, x.exp()
+
+    def call():
+        v.neg_()
+        return u.sin()
+
+    return remat.op(call, "call")() * x.square() + torch.rand_like(w) * w
+
+
+def modifies_the_result_of_a_call(x, w):
+    v = remat.op(torch.mul, "first")(x, w)
+
+    def second():
+        v.neg_()
+        return w @ x
+
+    return remat.op(second, "second")() * x.sin()
+
+
+def modifies_one_result_and_reads_another(x, w):
+    v, u = remat.op(torch.mul, "first")(x, w), remat.op(torch.exp, "other")(x)
+
+    def second():
+        v.neg_()
+        return w @ u
+
+    return remat.op(second, "second")() * x.sin()
+
+
+@pytest.mark.parametrize("policy", [None, [aten.mm.default]], ids=["no policy", "policy"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        modifies_an_unread_variable,
+        modifies_a_variable_and_returns_another,
+        modifies_the_result_of_a_call,
+        modifies_one_result_and_reads_another,
+    ],
+)
+def test_call_that_runs_whole_has_the_variables_that_it_reads(block, policy):
+    assert not [one for one in gradients(block, policy=policy) if "starts over" in str(one.message)]

@@ -67,9 +67,11 @@ class TapeLike(Protocol):
 
     Attributes:
         inner: The ops of inner regions, in the order in which they began.
+        others: What was saved and not made; see `region.region.Tape`.
     """
 
     inner: list[InnerOp] | tuple[()]
+    others: list[Other]
 
     @property
     def saved(self) -> Sequence[object]:
@@ -156,6 +158,10 @@ class OpenRegionLike(RegionLike, Protocol):
 CHANGED = -1
 
 AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
+
+
+# A holder, the tensor of another maker that was saved, and its version then.
+Other = tuple["ref[Holder]", "ref[torch.Tensor]", int]
 
 
 class Holder:

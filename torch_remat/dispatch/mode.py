@@ -8,7 +8,8 @@ while it has something to watch (``mode.watched``).
 
 NOTE [ How a replay ends ]
 1. Once the last empty holder is filled, `StopReplay` ends the function, unless ``early_stop=False``. It derives from
-   BaseException, so that ``except Exception`` in user code does not swallow it. It is raised once: code that catches
+   BaseException, so that ``except Exception`` in user code does not swallow it; inside a module that has a forward
+   hook with ``always_call=True`` also from Exception, so that the hook is called. It is raised once: code that catches
    it anyway (``except:``, ``finally:``) runs on, its ops run, and its result is thrown away.
 2. The pack hook runs before its op does, and an op may save a buffer that it is about to fill (``F.rrelu`` its noise).
    Such a buffer is a tensor of floats that needs no gradient. Where the last op to save anything saves one, the
@@ -46,7 +47,7 @@ from torch_remat._compat import (
     push_saved_tensors_hooks,
     run_fsdp_in,
 )
-from torch_remat.dispatch.holder import Holder, RegionLike
+from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
 from torch_remat.dispatch.options import Watch
 from torch_remat.errors import Carried
 
@@ -63,6 +64,10 @@ class StopReplay(BaseException):
 
     def __init__(self, replay: RematMode) -> None:
         self.replay = replay
+
+
+class StopUnderHooks(StopReplay, Exception):
+    """Does so where modules have forward hooks with ``always_call=True``, which torch calls for an Exception alone."""
 
 
 class Ops(Protocol):
@@ -195,6 +200,10 @@ class RematMode(DispatchMode):
         if self.observed is None:
             return ops.run(opaque, name, policy, function, args, kwargs)
         return self.observed.run_native(partial(ops.run, opaque), name, policy, function, args, kwargs)
+
+    @abstractmethod
+    def take_others(self, tape: TapeLike) -> None:
+        """Take, at the end of an inner region's forward, what that saved and did not make."""
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Give names to the tensors that autograd saves next, if a saved call makes them."""

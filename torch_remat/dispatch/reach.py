@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -278,6 +278,59 @@ def _role_of(kind: type) -> int:
     return role
 
 
+def places_in(arguments: Iterable[Any]) -> list[Place]:
+    """Return where tensors are in arguments that are objects: their attributes and items, one container deep.
+
+    A dataclass, a dict's subclass, a `UserDict`: what is no pytree is passed to replay as it is. Parameters and modules
+    among the attributes are not looked at, since an object may hold a whole model.
+    """
+    found: list[Place] = []
+    todo = [holder for value in arguments if type(value) not in _PLAIN for holder in _holders_in(value)]
+    own = len(todo)
+    for at, holder in enumerate(todo):  # grows meanwhile
+        for key, value in dict.items(holder) if isinstance(holder, dict) else enumerate(holder):
+            if isinstance(value, Tensor):
+                if not isinstance(value, Parameter):
+                    found.append(Place(holder, key, value, None))
+            elif at < own and type(value) in _CONTAINERS:
+                todo.append(value)
+    return found
+
+
+def _holders_in(value: Any) -> list[Any]:
+    """Return the containers that an object consists of."""
+    if isinstance(value, (*_NOT_LOOKED_INTO, Generator)):
+        return []
+    holders: list[Any] = [value] if isinstance(value, (dict, list, tuple)) else []
+    if attributes := getattr(value, "__dict__", None):
+        holders.append(attributes)
+    kind: Any = type(value)
+    if slots := _slots_of(kind):
+        holders.append(_Slots((name, held) for name in slots if (held := getattr(value, name, None)) is not None))
+        holders[-1].of = value
+    return holders
+
+
+@cache
+def _slots_of(kind: Any) -> list[str]:
+    slots = [name for one in kind.__mro__ for name in one.__dict__.get("__slots__", ())]
+    return [name for name in slots if not name.startswith("__")]
+
+
+class _Slots(dict[str, Any]):
+    """The attributes of an object that has them in slots, by name."""
+
+    of: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.of, name, None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.of, name, value)
+
+
+# What has no tensors among its attributes.
+_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _TENSOR, _OTHER, _CALLABLE, _OWNER = 1, 2, 3, 4
 _ROLES: dict[type, int] = {}  # by type, since to ask a class of torch's whether it has an instance is slow
 _CONTAINERS = frozenset((list, tuple, dict))

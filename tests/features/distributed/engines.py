@@ -337,9 +337,13 @@ def fsdp2(
     return Engine(model, **(more or {}))
 
 
-def fsdp1(apply: Apply, use_orig_params: bool = True, after: bool = False, whole: bool = False, **more: Any) -> Engine:
+def fsdp1(
+    apply: Apply, use_orig_params: bool = True, after: bool = False, whole: bool = False, bias: bool = True, **more: Any
+) -> Engine:
     """Each block sharded by the first FSDP; or its wrappers inside the regions."""
     model = Model()
+    for layer in [one for one in model.modules() if isinstance(one, nn.Linear) and not bias]:
+        layer.bias = None
     if not after:
         apply(model)
     kinds = {type(layer) for layer in model.layers.values()}
@@ -456,6 +460,7 @@ ENGINES: dict[str, Callable[[Apply], Engine]] = {
     "fsdp1": fsdp1,
     "fsdp1_flat": functools.partial(fsdp1, use_orig_params=False),
     "fsdp1_after": functools.partial(fsdp1, after=True),
+    "fsdp1_after_without_bias": functools.partial(fsdp1, after=True, bias=False),
     "fsdp1_flat_after": functools.partial(fsdp1, use_orig_params=False, after=True),
     "fsdp1_whole": functools.partial(fsdp1, whole=True),
     "fsdp1_accumulate": functools.partial(fsdp1, micro_batches=2, enter=_unsynchronized),

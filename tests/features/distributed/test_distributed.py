@@ -23,7 +23,10 @@ from torch_remat import _compat
 ROOT = Path(__file__).parents[3]
 
 # A few cells that differ: the children of a block sharded, wrappers made before and after, collectives inside.
-FEW = ["fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "sp:collectives", "cp:titan"]
+FEW = [
+    *("fsdp2_children:titan", "fsdp1:modules", "fsdp1_after:drop_in_policy", "fsdp1_after_without_bias:drop_in"),
+    *("sp:collectives", "cp:titan"),
+]
 MORE = [
     "ddp:handle",
     "fsdp2_after:drop_in_sac",

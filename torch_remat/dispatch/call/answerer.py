@@ -160,7 +160,7 @@ class Answerer:
                 self.come_to(call)
             leaves = leaves_of(args, kwargs) if call.modified else ()
             given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
-            if call.run and self._runs(call, given):
+            if self._runs(call, given, args, kwargs):
                 return self._run_whole(call, function, args, kwargs, ())
             return replay_native(self, call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
@@ -179,7 +179,7 @@ class Answerer:
         if call.touched or self.ops is not None:
             self.come_to(call)
         given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
-        if call.run and self._runs(call, given):
+        if self._runs(call, given, args, kwargs):
             return self._run_whole(call, function, args, kwargs, given)
         if call.waiting:
             self.fill_waiting(call, given)
@@ -189,8 +189,12 @@ class Answerer:
             return kept_or_stand_in(self, call, 0)
         return result_of(self, call, given)
 
-    def _runs(self, call: Call, given: Sequence[Any]) -> bool:
+    def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether replay runs a call whole that it has to."""
+        if not call.run:
+            return False
+        if self._started_over_for is not None and not call.why and self._lacks_one(leaves_of(args, kwargs)):
+            return False  # another has started replay over
         if call.modified and self._started_over_for is None:
             same = [
                 isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
@@ -204,6 +208,15 @@ class Answerer:
                 return False
             warn_of_second_run(self.region, call)
         return True
+
+    def _lacks_one(self, leaves: Sequence[Any]) -> bool:
+        """Whether one of a call's arguments is the output of a handle that is not there."""
+        sources = [leaf.source for leaf in leaves if isinstance(leaf, Placeholder)]
+        records = self.region.tape.records
+        return any(
+            source.is_of(self.region) and self.is_of_handle(source) and not records[source.op].kept
+            for source in sources
+        )
 
     def _variables(self, call: Call, function: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
         """Return the variables of a call, as far as replay reads them; None for the others."""
@@ -474,6 +487,7 @@ class Answerer:
             if ops is not None:
                 ops.forget()
         self._over = True
+        self._started_over_for = self._refusal = None  # whose traceback has frames that know this
         self.ops = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region

@@ -222,6 +222,11 @@ class Given:
                     self._by_key.setdefault(key_of(variable.tensor), place)
         return self._by_key.get(key)
 
+    def keys(self) -> Sequence[int]:
+        """Return the storages of all of them."""
+        self.place_at(-1)
+        return () if self._by_key is None else list(self._by_key)
+
     def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
         """Return which of them a tensor is, or else shares the storage of, and that one; None if it is new."""
         for place, leaf in enumerate(self.leaves):

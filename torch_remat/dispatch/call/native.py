@@ -150,12 +150,11 @@ class RunningNative(Running):
         given = list(tensors_in(args, kwargs))
         self._has_complex = self._has_complex or any(tensor.is_complex() for tensor in tensors_in((*given, result), {}))
         entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
-        keys = {key for tensor in given for key in keys_of(tensor)}
+        # No op has made the memory of Python values, which may be that of a result that is gone.
+        keys = set() if entry.op is LIFT else {key for tensor in given for key in keys_of(tensor)}
         self._reads |= keys.difference(self.makers)
         is_view = effects.view and type(args[0]) in (Tensor, Parameter) and entry.op is not LIFT
         entry.kind = VIEW if is_view else ODD
-        if entry.op is LIFT:  # of Python values: no op has made its memory
-            keys = set()
         made = result if isinstance(result, (tuple, list)) else (result,)
         for place, item in enumerate(made):
             if isinstance(item, Tensor):

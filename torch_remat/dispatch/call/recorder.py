@@ -547,6 +547,8 @@ class Recorder:
                     call.modified = [*call.modified, (place, storage)]
             elif (storage := _weak(tensor)) is not None:
                 self.unknown.append((call, ref(owner), version, is_own, storage))
+        if call.why:  # it runs whole, and reads its variables then
+            call.reads = [*call.reads, *given.keys()]
         if given.used:
             call.places = given.used
 

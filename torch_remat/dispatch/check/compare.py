@@ -170,19 +170,29 @@ def what_differs(
         if not (
             (region.options.allow_cache_entry_mutation and made_inside)
             or (not same_modes and _is_new(holder, tensor))
-            or (region.inputs is not None and region.inputs.packed)
+            or (region.inputs is not None and region.inputs.packed and not _is_the_same(holder, owner))
         ):
-            return MutationError(
-                f"this {described(holder)}, which the region saves for backward and replay reads{at_user_line()}, was "
-                "modified in place between forward and replay (or a different number of times in replay)",
-                region=region.name,
-                op=holder.op,
-                tensor=holder.name,
-                remedy="Buffers and other tensors that the region reads must stay unmodified until backward: modify "
-                "a clone, or pass a clone to the region as an argument.",
-            )
+            return modified_since(holder)
         holder.metadata = (tensor._version, *holder.metadata[1:])
     return None
+
+
+def modified_since(holder: Holder) -> MutationError:
+    """Return the error about a saved tensor that was modified in place before replay."""
+    return MutationError(
+        f"this {described(holder)}, which the region saves for backward and replay reads{at_user_line()}, was "
+        "modified in place between forward and replay (or a different number of times in replay)",
+        region=holder.region.name,
+        op=holder.op,
+        tensor=holder.name,
+        remedy="Buffers and other tensors that the region reads must stay unmodified until backward: modify "
+        "a clone, or pass a clone to the region as an argument.",
+    )
+
+
+def _is_the_same(holder: Holder, owner: torch.Tensor) -> bool:
+    """Whether a tensor that forward saved and did not make is the very one of replay, which counts its own versions."""
+    return any(entry() is holder and known() is owner for entry, known, _ in holder.region.tape.others)
 
 
 def _is_new(holder: Holder, tensor: torch.Tensor) -> bool:

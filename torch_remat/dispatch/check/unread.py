@@ -199,11 +199,16 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     others: dict[int, MakeError] = {}
     known = set() if len(now) == len(before) else set(map(id, before))  # which only stand elsewhere
     leaves, leaves_now = _leaves(before), _leaves(now)
+    # FSDP1 lists no parameters in backward, and has views in their place; what a module has not set stays.
+    is_unsharded = len(leaves) > len(leaves_now) and any(map(is_wrapper_of_fsdp1, reached.modules))
+    if is_unsharded:
+        leaves = [one for one in leaves if one is not None]
+        leaves_now = [one for one in leaves_now if one is not None]
     for place, (one, other) in enumerate(zip_longest(leaves, leaves_now)):
         if one is not other and not _may_stand_for(one, other):
             if other is None:
-                if place >= len(leaves_now) and any(map(is_wrapper_of_fsdp1, reached.modules)):
-                    continue  # it lists no parameters in backward, and has views in their place
+                if is_unsharded and place >= len(leaves_now):
+                    continue
                 raise _replaced(region, place, one, other)
             if id(other) not in known:
                 others[id(other)] = partial(_replaced, region, place, one, other)
@@ -213,7 +218,7 @@ def check_parameters(region: RegionLike) -> dict[int, MakeError]:
     return others
 
 
-def _leaves(parameters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _leaves(parameters: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
     """Return the parameters without what FSDP1 lists in their place: views, which it makes anew for each forward."""
     return [one for one in parameters if one is None or one.is_leaf]
 

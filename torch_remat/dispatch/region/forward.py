@@ -36,6 +36,7 @@ from torch_remat.dispatch.holder import (
     UNKNOWN_LAYOUT,
     Anchor,
     Holder,
+    TapeLike,
     is_parameter,
     layout_of,
     mark_changed,
@@ -76,6 +77,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         mode.finish(nodes)
+        if region.tape.others and parent is not None and not is_part:
+            parent.take_others(region.tape)
     finally:
         mode.forget()
     if region.outside is not None:
@@ -202,6 +205,8 @@ class Recording(RematMode):
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
                 return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
+            elif region.hooks is not None:
+                return self.pack(tensor)
             elif tensor.is_floating_point():
                 tape.buffers.add(len(entries))
             holder = Holder()
@@ -251,11 +256,17 @@ class Recording(RematMode):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
+        if region.hooks is not None and not is_input and (node is None or holder.origin is not None):
+            region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
         if self._note is not None:
             self._note(self.ops)
         if self._values is not None:
             self._values.add(holder, tensor)
         return holder
+
+    def take_others(self, tape: TapeLike) -> None:
+        """Note what an inner region has saved and not made."""
+        self.region.tape.others += tape.others
 
     def ops_now(self) -> Recorder:
         """Return the ops of this forward."""

@@ -25,6 +25,7 @@ from torch_remat._compat import (
     SavedTensorHooks,
     adopt_pytree_node,
     graph_task,
+    negative_view,
     node_behind,
     without_dispatch_modes,
     would_run,
@@ -53,6 +54,7 @@ class RegionInputs:
     _spec: optree.PyTreeSpec | None = None
     _unpack: Callable[[Any], torch.Tensor] | None = None
     _strides: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # by leaf: of those that hooks hold
+    _lazy: Mapping[int, tuple[bool, bool]] = MappingProxyType({})  # by leaf: lazy conjugates and negatives of these
     _restored: Sequence[ref[torch.Tensor]] = ()  # what the latest replay was given, if hooks or an offloader had it
     _away: dict[int, Any] | None = None  # by index of the leaf; set only if inputs are offloaded
     _owners: tuple[ref[torch.Tensor], ...] = ()  # the parameters that arguments are views of
@@ -108,6 +110,8 @@ class RegionInputs:
                 self._storages = {*self._storages, key_of(leaf)}
                 if type(leaf) is Tensor and leaf.layout is torch.strided:
                     self._strides = {**self._strides, index: leaf.stride()}
+                    if leaf.is_conj() or leaf.is_neg():
+                        self._lazy = {**self._lazy, index: (leaf.is_conj(), leaf.is_neg())}
                 with torch.no_grad():
                     leaves[index] = pack(leaf)
             if first != index:
@@ -194,7 +198,8 @@ class RegionInputs:
     def note_histories(self) -> None:
         """Let replay find no other leaves: an inner region begins, which keeps none, or autocast, which keeps casts."""
         if self._made is None:
-            self._made = {index for index, leaf in enumerate(self.given) if node_behind(leaf) is not None}
+            tensors = [(index, leaf) for index, leaf in enumerate(self.given) if isinstance(leaf, Tensor)]
+            self._made = {index for index, leaf in tensors if node_behind(leaf) is not None}
 
     @property
     def keeps_histories(self) -> bool:
@@ -286,6 +291,8 @@ class RegionInputs:
                     raise self._changed(region.name, index)
                 if index in self._strides and type(kept) is Tensor and kept.layout is torch.strided:
                     kept = _with_strides(kept, self._strides[index])
+                    if index in self._lazy:
+                        kept = _as_lazy_as(kept, *self._lazy[index])
             elif version >= 0 and kept._version != version:
                 raise self._changed(region.name, index)
             same = self._given[index]() if index in self._given else None
@@ -372,6 +379,18 @@ def _with_strides(tensor: Tensor, stride: Sequence[int]) -> Tensor:
         each = tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])  # where elements share memory
         made[each].copy_(tensor[each])
     return made
+
+
+def _as_lazy_as(tensor: Tensor, is_conjugate: bool, is_negative: bool) -> Tensor:
+    """Return a tensor as a lazy conjugate or negative, which hooks need not give back: a log shows what resolves it."""
+    if (tensor.is_conj(), tensor.is_neg()) == (is_conjugate, is_negative):
+        return tensor
+    with torch.no_grad(), without_dispatch_modes():
+        data = tensor.resolve_conj().resolve_neg()
+        data = data.conj_physical() if is_conjugate else data
+        data = data.neg() if is_negative else data
+        view = data.conj() if is_conjugate else data
+        return negative_view(view) if is_negative else view
 
 
 def _nodes_of(values: Iterable[Any]) -> set[Node]:

@@ -29,15 +29,16 @@ from torch_remat._compat import (
     with_torch_function,
 )
 from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.check.compare import differs_at
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, ResidentRef, read
+from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Other, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.placeholder import unpack
-from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import ReleasedError, UsageError
@@ -70,6 +71,8 @@ class Tape:
         holders: Weak references to the holders of all that has a name, for reports.
         records: The calls by name, in order.
         inner: The ops of inner regions, in the order in which they began.
+        others: Of what it saved and did not make, under hooks of others, and of what inner regions did, in order:
+            weak references to holder and tensor, and the tensor's version.
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
     """
@@ -81,6 +84,7 @@ class Tape:
         "holders",
         "inner",
         "layouts",
+        "others",
         "records",
         "roots",
         "saved",
@@ -94,6 +98,7 @@ class Tape:
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Call] = {}
         self.inner: list[InnerOp] | tuple[()] = ()
+        self.others: list[Other] = []
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
 
@@ -232,6 +237,8 @@ class Region:
         inputs = RegionInputs(args, kwargs, hooks)
         self.inputs: RegionInputs | None = inputs
         reached = reach(function, inputs.modules() if inputs.others else ())
+        if inputs.others:
+            reached.places += places_in(inputs.others)
         self.parameters: Sequence[torch.Tensor | None] = reached.parameters
         if reached.places:
             self.outside = Outside(reached.places, options.policy is not None)
@@ -321,9 +328,14 @@ class Region:
 
         Raises:
             ReleasedError: An earlier backward freed the region's inputs.
+            MismatchError: Replay did not fill it.
         """
         with self.lock:
-            while (value := holder.value) is None:  # another thread's backward may read what this one fills
+            replays = 0
+            while (value := holder.value) is None:  # another thread's backward may have read what a replay filled
+                if replays == 2 or (replays and self.inputs is None):
+                    raise differs_at(self, holder, "backward needs this tensor, but replay ended without it")
+                replays += 1
                 if self.inputs is None:
                     raise ReleasedError(
                         "backward needs this tensor again, but an earlier backward freed the inputs of replay",

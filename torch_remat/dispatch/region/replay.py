@@ -19,6 +19,7 @@ from torch_remat._compat import (
     CompiledCode,
     count_of_modes,
     detached,
+    is_under_always_called_hooks,
     keep_from_compiler,
     sequence_number,
     set_grad_enabled,
@@ -30,6 +31,7 @@ from torch_remat.dispatch.check.compare import (
     check_all_came,
     is_same_leaf,
     lies_otherwise,
+    modified_since,
     saved_otherwise,
     what_differs,
 )
@@ -42,12 +44,13 @@ from torch_remat.dispatch.holder import (
     Layout,
     OpHolder,
     ResidentRef,
+    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import Replaying, StopReplay
+from torch_remat.dispatch.mode import Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
@@ -76,6 +79,7 @@ class Filling(Replaying):
     _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
+    _others_next = 0  # the place of the next tensor that inner regions save and have not made
     _waiting = 0  # how many holders are filled otherwise than at their place
     _before: Sequence[State] = ()  # what outlives the region, as the replay found it
 
@@ -385,7 +389,7 @@ class Filling(Replaying):
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
-        self.position = self.inner_next = 0
+        self.position = self.inner_next = self._others_next = 0
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
@@ -441,6 +445,15 @@ class Filling(Replaying):
             self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
 
+    def take_others(self, tape: TapeLike) -> None:
+        """Compare what an inner region has saved now and not made with what it saved in this region's forward."""
+        noted, begin = self.region.tape.others, self._others_next
+        self._others_next = begin + len(tape.others)
+        for (holder, before, version), (_, now, version_now) in zip(noted[begin:], tape.others, strict=False):
+            is_modified = version_now > version and before() is now() is not None and not self.over
+            if is_modified and (known := holder()) is not None and known.metadata[0] != CHANGED:
+                self.fail(modified_since(known))
+
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Replay keeps what forward has chosen."""
 
@@ -464,7 +477,7 @@ class Filling(Replaying):
     def stop(self) -> NoReturn:
         """End the replay; see NOTE [ How a replay ends ]."""
         self._end()
-        raise StopReplay(self)
+        raise (StopUnderHooks if is_under_always_called_hooks(_REPLAY) else StopReplay)(self)
 
     def _end(self) -> None:
         """Ignore what the function does from here on."""
@@ -533,6 +546,7 @@ class Filling(Replaying):
             raise saved_otherwise(region, self.position)
 
 
+_REPLAY = Filling.replay.__code__
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 2
 LAST_SAVED = 4
