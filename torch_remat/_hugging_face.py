@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 
+from torch_remat._checkpoint import require_values
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
 from torch_remat._options import LayerOptions, require_options
@@ -66,6 +67,7 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
         >>> y.sum().backward()
     """
     require_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
+    require_values("enable_gradient_checkpointing", options, _FORM)
     DropIn(options)  # wrong options are an error before the model is touched
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)
@@ -102,7 +104,7 @@ def _make_regions(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def _own(model: Any, name: str) -> Any:
-    """Return a method of a model as it was before `KeepRegions`; None if there is none."""
+    """Return a method of a model as it was before `KeepRegions`, or None."""
     if not isinstance(getattr(model, "__dict__", {}).get(name), KeepRegions):
         return getattr(model, name, None)
     method: Any = getattr(type(model), name, None)
@@ -176,10 +178,10 @@ class KeepRegions(OfModule):
         if model not in _told_of_own:
             _told_of_own.add(model)
             warn(
-                f"the own checkpointing of this {type(model).__name__} was asked for, as by gradient_checkpointing=True "
-                "(activation_checkpointing) in TrainingArguments; the regions of remat.enable_gradient_checkpointing "
-                "stay, with their options. Set gradient_checkpointing=False: TRL has True by default. To have torch's, "
-                "call remove() on what remat.enable_gradient_checkpointing returned."
+                f"something switched on the checkpointing of this {type(model).__name__} itself, as Trainer does with "
+                "gradient_checkpointing=True (activation_checkpointing); the regions of "
+                "remat.enable_gradient_checkpointing stay, with their options. Set gradient_checkpointing=False: TRL "
+                "has True by default. To have torch's, call remove() on what enable_gradient_checkpointing returned."
             )
 
 

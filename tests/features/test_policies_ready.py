@@ -341,10 +341,9 @@ class TestOfPoliciesThatSelectNothing:
         model, x = self.encoder(policy), torch.randn(2, 4, 16)
         match = r"layers\.0: the policy .*save_attention.* selected nothing.*remat\.op\(attention.*self_attn\.\*"
         with pytest.warns(remat.RematWarning, match=match) as caught:
-            for _ in range(2):
-                loss = model(x).square().mean()
+            losses = [model(x).square().mean() for _ in range(2)]
         assert [one.filename for one in caught] == [__file__]
-        report = remat.memory_report(loss)
+        report = remat.memory_report(losses[1])
         assert {region.idle_policy for region in report.regions} == {repr(policy)}
         assert f"policy: {policy!r}, selected nothing" in str(report)
 
@@ -365,11 +364,10 @@ class TestOfPoliciesThatSelectNothing:
             region(torch.randn(2, 4))
 
     def test_lists_that_a_library_makes_anew_for_each_call_are_told_once(self):
-        function = remat.drop_in()
         make = partial(create_selective_checkpoint_contexts, [aten.mm.default])
+        sine = partial(remat.drop_in(), torch.sin, use_reentrant=False, context_fn=make)
         with pytest.warns(remat.RematWarning, match="selected nothing") as caught:
-            for _ in range(2):
-                function(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=make)
+            _ = [sine(torch.ones(2, requires_grad=True)) for _ in range(2)]
         assert len(caught) == 1
 
     @pytest.mark.parametrize(

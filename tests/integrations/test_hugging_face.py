@@ -207,8 +207,7 @@ def test_regions_stay_where_the_model_is_told_to_use_torchs_checkpoint_and_it_sa
             disable(copied)
             assert not regions_of(copied, inputs)
         with pytest.warns(remat.RematWarning, match=r"gradient_checkpointing=False.*TRL.*remove\(\)") as caught:
-            enable_own(copied)
-            enable_own(copied)
+            _ = [enable_own(copied) for _ in range(2)]
         assert len([one for one in caught if one.category is remat.RematWarning]) == 1
         assert regions_of(copied, inputs) == kept
         assert_same(expected, train_step(copied, inputs))

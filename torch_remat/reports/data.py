@@ -237,9 +237,9 @@ def report_of(
                 tensor = row_of(piece, name, one.tensor, kind, what_needs(one), policy)
                 counted.add(tensor, piece.memory, rows)
     for label, value in in_partials(region.function):
-        for tensor in tensors_in(value):
-            if viewed_parameter(tensor) is None:
-                for piece in pieces_in(tensor):
+        for held in tensors_in(value):
+            if viewed_parameter(held) is None:
+                for piece in pieces_in(held):
                     row = row_of(piece, qualified_name(region.name, "", label), label, "input", "replay")
                     counted.add(row, piece.memory, own)
     ops = []
@@ -247,9 +247,9 @@ def report_of(
         if rows or keep_empty:
             policy = decisions[name].value if name in decisions else rows[0].policy
             ops.append(OpReport(name, policy, tuple(rows)))
-    policy, saves = region.options.policy, any(row.policy == "save" for row in own)
-    idle = not saves and selects_nothing(policy, identity_of(region.function))
-    return RegionReport(region.name, tuple(own), tuple(ops), repr(policy) if idle else "")
+    saves = any(row.policy == "save" for row in own)
+    idle = not saves and selects_nothing(region.options.policy, identity_of(region.function))
+    return RegionReport(region.name, tuple(own), tuple(ops), repr(region.options.policy) if idle else "")
 
 
 def what_needs(one: Kept) -> str:

@@ -1,7 +1,7 @@
 """`report_on_oom`: what regions and plain code keep at the moment when an allocation fails.
 
-In: the error, with the frames that it left, and on CUDA the allocator's own call before it raises. Kept: nothing. Out: a
-memory report on a stream. The error goes on as it is, whatever happens to the report.
+In: the error, with the frames that it left, and on CUDA the allocator's own call before it raises. Kept: nothing. Out:
+a memory report on a stream. The error goes on as it is, whatever happens to the report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_remat._compat import accelerator_type, attach_oom_observer
 from torch_remat._storages import tensors_in
 from torch_remat._text import format_bytes
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.reports.memory import MemoryReport, memory_report
+from torch_remat.reports.memory import memory_report
 
 
 @dataclass(eq=False)
@@ -136,8 +136,8 @@ def _report(traceback: TracebackType | None) -> str:
     if not roots:
         return f"{report}\nNo region is alive. What plain code keeps: remat.memory_report(loss), with a smaller batch."
     return (
-        f"{report}\nNo region is alive: all this is what plain autograd keeps. To keep less, add one line after the model "
-        f"is made: remat.checkpoint_modules(model, {_pattern(modules)!r})"
+        f"{report}\nNo region is alive: all this is what plain autograd keeps. To keep less, add one line after the "
+        f"model is made: remat.checkpoint_modules(model, {_pattern(modules)!r})"
     )
 
 

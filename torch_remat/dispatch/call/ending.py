@@ -51,6 +51,7 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
     if log.opened is not None:
         log.opened.check_ended()
     if log.watch is not None:
+        assert log.region.options.policy is not None
         log.watch.check_matched(log.region.options.policy, identity_of(log.region.function))
     if log.results.unread:
         log.results.read_versions()
