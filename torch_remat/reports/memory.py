@@ -43,8 +43,8 @@ class MemoryReport(Report, Pictured, Sums):
     Attributes:
         regions: The regions that keep something, oldest first.
         outside: What is saved outside of regions, by node type, the largest first.
-        parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
-        buffers: Buffers of the modules given, apart.
+        parameters: Parameters, in no sum: those that regions and graph refer to, and those of the modules given.
+        buffers: Buffers of the modules given, in no sum.
         budgets: A line for each budget that regions are in.
         older: Regions that are alive and in no graph that was given, apart; in no sum.
     """
