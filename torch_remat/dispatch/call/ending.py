@@ -51,7 +51,8 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
     if log.opened is not None:
         log.opened.check_ended()
     if log.watch is not None:
-        log.watch.check_matched()
+        assert log.region.options.policy is not None
+        log.watch.check_matched(log.region.options.policy, identity_of(log.region.function))
     if log.results.unread:
         log.results.read_versions()
     if log.departures.waiting:
