@@ -21,6 +21,9 @@ import torch
 import torch.utils.checkpoint
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
@@ -67,6 +70,35 @@ would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_e
 # The number that the next autograd node of this thread will get. Without it the graph would have to be walked to tell
 # nodes made inside a region from older ones, and one op's saved tensors from the next op's.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
+# tensors of a transform past its end: they have no memory of their own, and hooks are refused.
+transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs, or a level of forward-mode derivatives is open: no public way to ask."""
+    return transform() is not None or forward_ad._current_level >= 0
+
+
+# What torch traces code with: tensors without memory, of a fake mode or around functional ones. Such a tensor that a
+# region did not get from around it belongs to a trace inside: without the classes it would be taken for the region's.
+_OF_TRACES = (FakeTensor, FunctionalTensor)
+
+
+def is_of_trace(kind: type) -> bool:
+    """Whether a tensor's class is one that torch traces code with."""
+    return issubclass(kind, _OF_TRACES)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values to look at: on the meta device, in a trace, as a derivative's zero it has none.
+
+    Nor has one inside of a transform, whose wrapper may have outlived it.
+    """
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (is_wrapped or tensor.is_meta or tensor._is_zerotensor() or isinstance(tensor, _OF_TRACES))
+
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().

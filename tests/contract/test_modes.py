@@ -1,4 +1,4 @@
-"""What stands around a region: grad modes, autocast, device contexts, transforms, dispatch modes, subclasses."""
+"""What stands around a region: grad modes, autocast, device contexts, dispatch modes, subclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
@@ -174,26 +173,7 @@ def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program
         assert_same(expected, actual)
 
 
-# --- Function transforms, wrapper subclasses, dispatch modes
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_forward_mode_derivatives_are_equal():
-    x, tangent = torch.randn(4), torch.randn(4)
-    results = []
-    for function in (chain, checkpointed(chain)):
-        with forward_ad.dual_level():
-            results.append(tuple(forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))))
-    assert_same(*map(list, results))
-
-
-def test_vmap_is_equal_and_transforms_that_take_gradients_are_refused_by_torch():
-    x = torch.randn(4)
-    assert_same(torch.func.vmap(chain)(x), torch.func.vmap(checkpointed(chain))(x))
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        torch.func.grad(checkpointed(lambda x: chain(x).sum()))(x)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        torch.func.jacrev(checkpointed(chain))(x)
+# --- Wrapper subclasses, dispatch modes
 
 
 def test_wrapper_subclass_as_input_is_equal():

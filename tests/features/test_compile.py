@@ -533,3 +533,21 @@ def test_what_is_for_eager_code_says_so_in_compiled_code(name, use):
 
     with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
         torch.compile(program, backend="aot_eager", fullgraph=True)(leaf(3))
+
+
+@pytest.mark.parametrize("keep", [remat.op, lambda f, name: functools.partial(remat.native_save_region, name, f)])
+def test_function_of_a_user_can_be_kept_in_one_whole_graph(keep):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2 * ctx.saved_tensors[0]
+
+    x = leaf(4)
+    block = lambda x: keep(Square.apply, "square")(x.sin()).cos()  # noqa: E731
+    torch.compile(checkpointed(block), backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert_same(x.grad, torch.autograd.grad(x.sin().square().cos().sum(), x)[0])

@@ -40,6 +40,7 @@ from torch_remat._compat import (
     SavedTensorHooks,
     active_modes,
     detached,
+    is_transformed,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
@@ -190,7 +191,7 @@ class RematMode(DispatchMode):
             MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
         """
         ops = self.ops or self.ops_now()
-        if ops is None:
+        if ops is None or is_transformed():
             return function(*args, **kwargs)
         if self.observed is None:
             return ops.run(opaque, name, policy, function, args, kwargs)

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     CompiledCode,
     graph_task,
+    is_transformed,
     keep_from_compiler,
     node_number,
     sequence_number,
@@ -47,15 +48,19 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.log.slot import counter_of
 from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
+from torch_remat.errors import warn
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
+    if is_transformed():
+        return run_transformed(function, args, kwargs, options)
     parent, budget = current_mode(), keeping.get()
     if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
         return run(function, args, kwargs)
@@ -99,6 +104,24 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if observed is not None:
         observed.finish(nodes)
     return output
+
+
+def run_transformed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> Any:
+    """Run a function as it is, and warn once in this process: a transform's tensors do not live till backward."""
+    if not _warned:
+        _warned.append(True)
+        name = options.region_name or default_name(function)
+        warn(
+            f"{name}: a transform of torch.func, or forward-mode differentiation, runs around this region, so it is a "
+            "plain call and keeps its activations, as does every other region there; gradients are right. Take "
+            "gradients by backward() or torch.autograd.grad to have them recomputed."
+        )
+    return function(*args, **kwargs)
+
+
+_warned: list[bool] = []  # that a region under a transform is a plain call
 
 
 def _reach(region: ref[Region], _grad_outputs: object) -> None:
