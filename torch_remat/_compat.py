@@ -83,12 +83,14 @@ def is_transformed() -> bool:
 
 # What torch traces code with: tensors without memory, of a fake mode or around functional ones. Such a tensor that a
 # region did not get from around it belongs to a trace inside: without the classes it would be taken for the region's.
-_OF_TRACES = (FakeTensor, FunctionalTensor)
+OF_TRACES = frozenset((FakeTensor, FunctionalTensor))
 
 
-def is_of_trace(kind: type) -> bool:
-    """Whether a tensor's class is one that torch traces code with."""
-    return issubclass(kind, _OF_TRACES)
+def trace_runs(of_values: bool = False) -> bool:
+    """Whether a mode is active with which torch traces code, or one that notes ops; there is no public way to ask."""
+    keys = torch._C._TorchDispatchModeKey
+    asked = (keys.PROXY,) if of_values else (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in asked)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -97,7 +99,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     Nor has one inside of a transform, whose wrapper may have outlived it.
     """
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return not (is_wrapped or tensor.is_meta or tensor._is_zerotensor() or isinstance(tensor, _OF_TRACES))
+    return not (is_wrapped or tensor.is_meta or tensor._is_zerotensor() or type(tensor) in OF_TRACES)
 
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
@@ -346,6 +348,12 @@ def keep_from_compiler(function: F) -> F:
         for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
             _set_strategy(one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
     return function
+
+
+def untraced(function: F) -> F:
+    """Have compiled autograd call a hook of ours as it is: what it runs is a replay, which is no part of the graph."""
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a region is replayed")
+    return keep_from_compiler(function)
 
 
 # Runs an op, or answers it without. As torch calls a mode's handler it takes the mode, the op, the types of tensor

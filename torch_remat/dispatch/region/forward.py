@@ -21,12 +21,14 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from torch_remat._compat import (
+    OF_TRACES,
     CompiledCode,
     graph_task,
     is_transformed,
     keep_from_compiler,
     node_number,
     sequence_number,
+    untraced,
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish
@@ -124,6 +126,7 @@ def run_transformed(
 _warned: list[bool] = []  # that a region under a transform is a plain call
 
 
+@untraced
 def _reach(region: ref[Region], _grad_outputs: object) -> None:
     if (reached := region()) is not None:
         reached.reach()
@@ -187,7 +190,7 @@ class Recording(RematMode):
             path.end = None
 
     @keep_from_compiler
-    def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
+    def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor | torch.Tensor]:
         """Return the pack hook: a closure, since it runs for each saved tensor.
 
         It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
@@ -198,10 +201,12 @@ class Recording(RematMode):
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
 
-        def pack(tensor: torch.Tensor) -> Holder | Anchor:
+        def pack(tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
             nonlocal room
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
+                if type(tensor) in OF_TRACES and not region.traced:
+                    return tensor
                 pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
                 if (held := pack_by_op(tensor)) is not None:
                     return held
@@ -252,9 +257,11 @@ class Recording(RematMode):
 
         return pack
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
+        """Do what the pack hook does, for any tensor that is not saved by a SAVE op; one of a trace is not ours."""
         region = self.region
+        if type(tensor) in OF_TRACES and not region.traced:
+            return tensor
         place = len(region.tape.saved)
         inputs = region.inputs
         owner, layout = tensor._base, None
