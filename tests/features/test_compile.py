@@ -25,6 +25,7 @@ from tests.helpers import (
     no_other_regions,
     parameter_gradients,
 )
+from tests.ways import PLAIN_AUTOGRAD, WAYS
 from torch_remat._compat import CompiledCode
 
 pytestmark = pytest.mark.filterwarnings(
@@ -551,3 +552,22 @@ def test_function_of_a_user_can_be_kept_in_one_whole_graph(keep):
     block = lambda x: keep(Square.apply, "square")(x.sin()).cos()  # noqa: E731
     torch.compile(checkpointed(block), backend="aot_eager", fullgraph=True)(x).sum().backward()
     assert_same(x.grad, torch.autograd.grad(x.sin().square().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_compiled_autograd_leaves_the_replay_alone(way, backend):
+    def program(way, backward):
+        torch.manual_seed(0)
+        linear, x = nn.Linear(8, 8), leaf(4, 8)
+        inner = way.region(lambda x: nn.functional.dropout(x.sin()))
+        layer = lambda x, weight, bias: nn.functional.linear(x, weight, bias).tanh()  # noqa: E731
+        y = way.region(lambda x: inner(way.keep("kept", layer, x, *linear.parameters())))(x * 2)
+        backward(y.sum())
+        return [x.grad, *parameter_gradients(linear)]
+
+    expected = program(PLAIN_AUTOGRAD, lambda y: y.backward())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        actual = program(way, torch.compile(lambda y: y.backward(), backend=backend))
+    assert not remat.is_recomputing()
+    assert_same(expected, actual)
