@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 import optree
 import torch
+import torch.overrides
 import torch.utils.checkpoint
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
@@ -105,6 +107,25 @@ def has_memory(tensor: torch.Tensor) -> bool:
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().
 function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lambda: 1)
+
+
+def function_modes() -> tuple[TorchFunctionMode, ...]:
+    """Return the torch-function modes of users that are active, outermost first; there is no public list.
+
+    Torch's own, which hold the default device or trace, are no modes of users.
+    """
+    stack = torch.overrides._get_current_function_mode_stack()
+    return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] != "torch")
+
+
+@contextlib.contextmanager
+def with_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Return a context in which a mode is active; to enter it anew would run what its ``__enter__`` does besides."""
+    torch.overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        torch.overrides._pop_mode()
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

@@ -29,7 +29,7 @@ from torch_remat._compat import (
     trace_runs,
     with_torch_function,
 )
-from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, ResidentRef, read
 from torch_remat.dispatch.log.entry import Call
@@ -272,7 +272,7 @@ class Region:
         self.hooks = hooks
         if is_part and hooks is not None and hooks[1] in (read, unpack):
             self.hooks = own_hooks(self.name)
-        self.ambient = capture_ambient()
+        self.ambient: Ambient | None = capture_ambient()
         self.modes = count_of_modes()
         if inputs.traced or (self.modes and trace_runs()):
             self.traced = True
@@ -445,7 +445,7 @@ class Region:
         self.parameters = ()
         if self.tape.records or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
-        self.inputs = self.function = self.hooks = self.rng = self.replay_context = None
+        self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None
         self.outside = None
 
 
@@ -454,3 +454,4 @@ class OpenRegion(Region):
 
     function: Callable[..., Any]
     inputs: RegionInputs
+    ambient: Ambient
