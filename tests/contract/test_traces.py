@@ -126,7 +126,7 @@ def test_flex_attention_with_a_learned_bias_is_equal(monkeypatch, way):
     assert_same_gradients(way, function)
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": everything}, {"determinism_check": "bitwise"}], ids=str)
+@pytest.mark.parametrize("options", [{}, SAVE_ALL.options, BITWISE.options], ids=["plain", "policy", "bitwise"])
 @pytest.mark.parametrize("in_mode", [True, False])
 def test_region_that_is_itself_part_of_a_trace_recomputes(options, in_mode):
     runs = []

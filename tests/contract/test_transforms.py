@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import torch_remat as remat
 from tests.helpers import assert_same, chain, checkpointed, leaf
-from tests.ways import BY_NATIVE_REGION, BY_OP, PLAIN_AUTOGRAD, WAYS
+from tests.ways import BY_NATIVE_REGION, BY_OP, BY_POLICY, PLAIN_AUTOGRAD, WAYS
 from torch_remat.dispatch.region import forward
 
 # torch 2.13 decorates with its own deprecated function in forward-mode derivatives.
@@ -123,7 +123,7 @@ def test_region_of_a_budget_under_a_transform_is_a_plain_call():
         assert_same(jvp(chain, (x,), (x,)), jvp(checkpointed(chain), (x,), (x,)))
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"policy": remat.policies.save_matmuls}], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, BY_POLICY.options], ids=[*map(str, OPTIONS), "policy"])
 @pytest.mark.parametrize("way", [BY_OP, BY_NATIVE_REGION], ids=str)
 @pytest.mark.parametrize("transform", [vmap, lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),))[1]])
 def test_call_inside_a_transform_inside_a_region_is_a_plain_call(transform, way, options):
