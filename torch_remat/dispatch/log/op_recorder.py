@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler
+from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
@@ -117,7 +117,9 @@ class OpRecorder:
         unread, waiting = results.unread, self._departures.waiting
         note_ordinary, note_view = self._storages.note_ordinary, self._storages.note_view
 
-        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                return op(*args, **kwargs)
             keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
                 return self._watch_odd(op, args, kwargs)
