@@ -90,6 +90,7 @@ clean:  ## remove caches and build output; .venv stays
 
 # The pinned torch goes first: the package asks only for a range, and pip would take the newest build in it.
 $(INSTALLED): pyproject.toml .venv/.torch | .venv/bin/pip
+	@echo 'Installing $(TORCH) and the tools into .venv, without further output: one to three minutes ...'
 	$(PIP) install '$(TORCH)'
 	$(PIP) install --editable '.[dev,plot,demo]'
 	@touch $@

@@ -10,6 +10,7 @@ import torch
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
 from torch_remat.dispatch.ambient import seeds_of_regions
+from torch_remat.policies.nothing import forget_first_forwards
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,6 +58,7 @@ def _clean_state():
     from tests.helpers import assert_clean_state
 
     torch.manual_seed(0)
+    forget_first_forwards()
     seeds_of_regions.clear()
     yield
     assert_clean_state()

@@ -719,8 +719,18 @@ MUTANTS = (
     ),
     Mutant(
         "regions that keep other things told as one", "reports", "reports/fold.py",
-        "    return _facts(region.tensors), [",
-        "    return None, [",
+        "    return region.idle_policy, _facts(region.tensors), ops",
+        "    return region.idle_policy, None, ops",
+    ),
+    Mutant(
+        "what a partial holds not reported", "reports", "_kept.py",
+        "    while isinstance(function, partial):\n",
+        "    while False:\n",
+    ),
+    Mutant(
+        "a policy that selects nothing says nothing", "reports", "policies/nothing.py",
+        "    if not selects:\n",
+        "    if False:\n",
     ),
     Mutant(
         "random state not reported", "reports", "_kept.py",

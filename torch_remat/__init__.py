@@ -108,8 +108,8 @@ _LOADED_ON_USE = {
     "reports": ("reports",),
     "testing": ("testing",),
 }
-__getattr__ = loaded_on_use(__name__, _LOADED_ON_USE)
+__getattr__ = loaded_on_use(__name__, _LOADED_ON_USE, [policies])
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, "budgets", "offload", "reports"})

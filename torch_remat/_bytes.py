@@ -11,7 +11,9 @@ import torch
 from torch_remat._compat import accelerator_type
 from torch_remat.errors import UsageError, shown
 
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"": 1, "B": 1}
+for _power, _unit in enumerate("KMGT", 1):
+    _UNITS |= {f"{_unit}IB": 2 ** (10 * _power), f"{_unit}B": 10 ** (3 * _power), _unit: 10 ** (3 * _power)}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
@@ -19,7 +21,8 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
     """Return a limit in bytes.
 
     Args:
-        limit: Bytes; a text with one of the units B, KiB, MiB, GiB; or a float up to 1, a share of a device's memory.
+        limit: Bytes; a text with one of the units B, KiB, MiB, GiB (powers of 1024), KB, MB, GB, K, M, G (powers of
+            1000); or a float up to 1, a share of a device's memory.
         device: The device of which a share is meant; the accelerator, else the machine's memory.
 
     Raises:
@@ -28,6 +31,8 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
     Example:
         >>> parse_bytes("1.5 KiB")
         1536
+        >>> parse_bytes("6 GB")
+        6000000000
     """
     size: float = math.nan
     if isinstance(limit, str):
@@ -41,8 +46,8 @@ def parse_bytes(limit: str | int | float, device: torch.device | str | None = No
     if not math.isfinite(size) or size < 1:
         raise UsageError(
             f"{shown(limit)} is not a budget",
-            remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB), or a '
-            "float between 0 and 1: a share of the device's memory.",
+            remedy='A budget is a number of bytes of at least 1, a text such as "600 MiB" (B, KiB, MiB, GiB; KB, MB, '
+            "GB with powers of 1000), or a float between 0 and 1: a share of the device's memory.",
         )
     return int(size)
 

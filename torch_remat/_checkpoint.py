@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -231,6 +231,7 @@ def checkpoint_sequential(
             remedy="Choose a whole number from 1 to the number of functions.",
         )
     require_options("checkpoint_sequential", options, CheckpointOptions, _SEQUENTIAL_FORM)
+    require_values("checkpoint_sequential", options, _SEQUENTIAL_FORM)
     checkpoint(**options)  # a wrong value is an error even where no segment is a region
     name = options.get("region_name") or "sequential"
     size = len(chain) // segments
@@ -267,7 +268,12 @@ def _watch(mode: RematMode) -> Watch:
 watch_by(_watch)
 
 
-def _validate(options: Options) -> None:
+def require_values(function: str, options: Mapping[str, Any], form: str) -> None:
+    """Raise the error of `checkpoint` about a value that an option cannot have, in the words of another function."""
+    _validate(Options(**options), function, form)
+
+
+def _validate(options: Options, function: str = "checkpoint", form: str = _FORM) -> None:
     check = options.determinism_check
     rules = (
         (options.region_name is None or (isinstance(options.region_name, str) and options.region_name != ""),
@@ -286,8 +292,8 @@ def _validate(options: Options) -> None:
     for holds, option, wanted in rules:
         if not holds:
             raise UsageError(
-                f"checkpoint({option}={shown(getattr(options, option))}) is not possible",
-                remedy=f"{option} is {wanted}. {_FORM}",
+                f"{function}({option}={shown(getattr(options, option))}) is not possible",
+                remedy=f"{option} is {wanted}. {form}",
             )
 
 

@@ -18,9 +18,14 @@ from typing import Any, TypeVar
 
 import optree
 import torch
+import torch.overrides
 import torch.utils.checkpoint
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
@@ -68,9 +73,59 @@ would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_e
 # nodes made inside a region from older ones, and one op's saved tensors from the next op's.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
+# tensors of a transform past its end: they have no memory of their own, and hooks are refused.
+transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs, or a level of forward-mode derivatives is open: no public way to ask."""
+    return transform() is not None or forward_ad._current_level >= 0
+
+
+# What torch traces code with: tensors without memory, of a fake mode or around functional ones. Such a tensor that a
+# region did not get from around it belongs to a trace inside: without the classes it would be taken for the region's.
+OF_TRACES = frozenset((FakeTensor, FunctionalTensor))
+
+
+def trace_runs(of_values: bool = False) -> bool:
+    """Whether a mode is active with which torch traces code, or one that notes ops; there is no public way to ask."""
+    keys = torch._C._TorchDispatchModeKey
+    asked = (keys.PROXY,) if of_values else (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in asked)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values to look at: on the meta device, in a trace, as a derivative's zero it has none.
+
+    Nor has one inside of a transform, whose wrapper may have outlived it.
+    """
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (is_wrapped or tensor.is_meta or tensor._is_zerotensor() or type(tensor) in OF_TRACES)
+
+
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().
 function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lambda: 1)
+
+
+def function_modes() -> tuple[TorchFunctionMode, ...]:
+    """Return the torch-function modes of users that are active, outermost first; there is no public list.
+
+    Torch's own, which hold the default device or trace, are no modes of users.
+    """
+    stack = torch.overrides._get_current_function_mode_stack()
+    return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] != "torch")
+
+
+@contextlib.contextmanager
+def with_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Return a context in which a mode is active; to enter it anew would run what its ``__enter__`` does besides."""
+    torch.overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        torch.overrides._pop_mode()
 
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -314,6 +369,12 @@ def keep_from_compiler(function: F) -> F:
         for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
             _set_strategy(one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
     return function
+
+
+def untraced(function: F) -> F:
+    """Have compiled autograd call a hook of ours as it is: what it runs is a replay, which is no part of the graph."""
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a region is replayed")
+    return keep_from_compiler(function)
 
 
 # Runs an op, or answers it without. As torch calls a mode's handler it takes the mode, the op, the types of tensor

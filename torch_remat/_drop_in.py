@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from torch_remat._checkpoint import checkpoint
+from torch_remat._checkpoint import checkpoint, require_values
 from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, torch_checkpoint_switches
 from torch_remat._options import CheckpointOptions, require_options
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
@@ -57,6 +57,7 @@ def drop_in(**options: Unpack[CheckpointOptions]) -> DropIn:
         >>> y.sum().backward()
     """
     require_options("drop_in", options, CheckpointOptions, _FORM)
+    require_values("drop_in", options, _FORM)
     return DropIn(options)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+from torch_remat._compat import is_transformed
 from torch_remat._names import scoped
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import current_mode
@@ -66,7 +67,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
             remedy="Call it first thing in `forward(ctx, ...)`, with that ctx.",
         )
     ops = None if mode is None else mode.ops or mode.ops_now()
-    if mode is None or ops is None:
+    if mode is None or ops is None or is_transformed():
         return RematHandle(ctx, name)
     handle: RematHandle = ops.begin(name, remat_policy, ctx) or RematHandle(ctx, name)
     if mode.observed is not None:

@@ -16,6 +16,7 @@ NOTE [ Names of what is kept ]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -24,7 +25,7 @@ import torch
 
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, is_parameter
-from torch_remat.dispatch.log.entry import Call, Entry
+from torch_remat.dispatch.log.entry import CALL, Call, Entry
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.forward import Recording
@@ -111,6 +112,14 @@ def kept_by(region: Region) -> Iterator[Kept]:
         yield row._replace(value=value, decision=decision, stayed=stayed)
 
 
+def in_partials(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the ``functools.partial`` that a function is has for it: it lives as long as the function."""
+    while isinstance(function, partial):
+        yield from ((f"function.args[{place}]", value) for place, value in enumerate(function.args))
+        yield from ((f"function.keywords[{name!r}]", value) for name, value in function.keywords.items())
+        function = function.func
+
+
 def held_in(packed: Any) -> Any:
     """Return the value of a row, from what an autograd node or a region keeps of a tensor."""
     if region_behind(packed) is None:
@@ -187,7 +196,8 @@ def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
             yield _of_slot(slot, entry.group, entry.label(place), what)
         for slot in list(entry.written):
             yield _of_slot(slot, entry.group, entry.label(0))
-        yield from _of_state(entry.before, entry.group)
+        before = f" before {entry.effects.name}" if entry.kind != CALL else ""
+        yield from (row._replace(tensor=row.tensor + before) for row in _of_state(entry.before, entry.group))
 
 
 def _of_slot(slot: Slot, op: str, label: str, what: What = "slot") -> Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
@@ -12,20 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from torch_remat._checkpoint import checkpoint
+from torch_remat._checkpoint import checkpoint, require_values
 from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
 from torch_remat._of_module import OfModule
-from torch_remat._options import ModulesOptions, require_options
+from torch_remat._options import ModulesOptions, require_options, says_form
 from torch_remat.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Patterns = str | Iterable[str] | Mapping[str, Mapping[str, Any]]
+Pattern = str | type[Module]
+Patterns = Pattern | Iterable[Pattern] | Mapping[Pattern, Mapping[str, Any]]
 
 _FORM = (
-    'The form is checkpoint_modules(model, "layers.*", keep_last=1, **options), with a pattern, a list of them, or a '
-    "dict {pattern: {option: value}}. Regions have the qualified names of the modules."
+    'The form is checkpoint_modules(model, "layers.*", keep_last=1, **options), with a pattern or a class of modules, '
+    "a list of them, or a dict {pattern: {option: value}}. Regions have the qualified names of the modules."
 )
 
 
@@ -40,10 +42,11 @@ class Plan(Protocol):
         """Return a function whose regions keep what it says."""
 
 
+@says_form(_FORM)
 def checkpoint_modules(
     model: Module, patterns: Patterns, *, plan: Plan | None = None, **options: Unpack[ModulesOptions]
 ) -> CheckpointedModules:
-    """Make submodules of a model checkpointed regions, chosen by shell patterns on their qualified names.
+    """Make submodules of a model checkpointed regions, chosen by their qualified names or by their class.
 
     From then on each of them runs as if it were called through `checkpoint`, with its qualified name as the region's
     name. It is the module's ``forward`` that is the region, an attribute of the module itself: there are no wrapper
@@ -53,9 +56,9 @@ def checkpoint_modules(
     Args:
         model: The model. It is not a region itself.
         patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included; ``*``
-            also stands for dots. One, several, or a dict with options for each. Of nested modules that one pattern
-            matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not ``layers.0.up``. Modules without a
-            ``forward``, such as ``ModuleList``, are skipped.
+            also stands for dots. Or classes: all their instances match. One, several, or a dict with options for each.
+            Of nested modules that one pattern matches the outermost is taken: ``"layers.*"`` means ``layers.0``, not
+            ``layers.0.up``. Modules without a ``forward``, such as ``ModuleList``, are skipped.
         plan: A plan, by region name, of which saved tensors are kept: see `Budget.plan`. A module that it does not
             name recomputes everything.
         **options: Those of `checkpoint` without ``region_name``, and ``keep_last=n``: the last n matches of a pattern,
@@ -184,7 +187,7 @@ class CheckpointedModules:
         lines = [f"{len(regions)} region{'s' * (len(regions) != 1)} in {model}"]
         for match in matches:
             told = ", ".join(f"{name}={shown(value)}" for name, value in match.options.items())
-            lines.append(f"{match.pattern!r}: {told or 'no options'}")
+            lines.append(f"{_told(match.pattern)}: {told or 'no options'}")
             lines += [f"    {name}" for name, _ in match.regions]
             lines += [f"    unchanged: {name}" for name in match.left]
         self._text = "\n".join(lines)
@@ -212,25 +215,31 @@ class CheckpointedModules:
 class _Match(NamedTuple):
     """What one pattern matches."""
 
-    pattern: str
+    pattern: Pattern
     options: Mapping[str, Any]
     regions: Sequence[tuple[str, Module]]
     left: Sequence[str]  # by keep_last
 
 
-def _checked(patterns: Any) -> list[tuple[str, Mapping[str, Any]]]:
+def _told(pattern: object) -> str:
+    """Return a pattern as text."""
+    return pattern.__qualname__ if isinstance(pattern, type) else repr(pattern)
+
+
+def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
     """Return patterns, each with its own options."""
-    if isinstance(patterns, str):
+    if isinstance(patterns, (str, type)):
         patterns = [patterns]
     if not isinstance(patterns, Iterable):
         raise UsageError(f"checkpoint_modules() cannot use {shown(patterns)} as patterns", remedy=_FORM)
     found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
     for pattern, own in found:
-        if not isinstance(pattern, str) or not pattern:
+        is_class = isinstance(pattern, type) and issubclass(pattern, Module)
+        if not (is_class or (isinstance(pattern, str) and pattern)):
             raise UsageError(f"checkpoint_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
         if not isinstance(own, Mapping):
             raise UsageError(
-                f"checkpoint_modules() cannot use {shown(own)} as the options of {pattern!r}", remedy=_FORM
+                f"checkpoint_modules() cannot use {shown(own)} as the options of {_told(pattern)}", remedy=_FORM
             )
     if not found:
         raise UsageError("checkpoint_modules() got no pattern", remedy=_FORM)
@@ -254,7 +263,7 @@ def _has_forward(module: Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not Module.forward
 
 
-def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: str, options: dict[str, Any]) -> _Match:
+def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern, options: dict[str, Any]) -> _Match:
     require_options("checkpoint_modules", options, ModulesOptions, _FORM)
     keep_last = options.pop("keep_last", 0)
     if type(keep_last) is not int or keep_last < 0:
@@ -262,18 +271,33 @@ def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: str, opt
             f"checkpoint_modules(keep_last={shown(keep_last)}) is not possible",
             remedy=f"It is a number from 0 on. {_FORM}",
         )
-    found = {id(module): (name, module) for name, module in reversed(named) if fnmatchcase(name, pattern)}
+    require_values("checkpoint_modules", options, _FORM)
+    found = {id(module): (name, module) for name, module in reversed(named) if _matches(name, module, pattern)}
     if not found:
-        names = [name for name, _ in named]
-        near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
         raise UsageError(
-            f"the pattern {pattern!r} matches no module with a forward in this {type(model).__name__}",
-            remedy=f"Near names: {', '.join(near) or 'none'}.",
+            f"the pattern {_told(pattern)} matches no module with a forward in this {type(model).__name__}",
+            remedy=_near(pattern, named),
         )
     within = {id(inner) for _, module in found.values() for inner in _inside(module)}
     outermost = [entry for key, entry in reversed(found.items()) if key not in within]
     count = max(len(outermost) - keep_last, 0)
     return _Match(pattern, options, outermost[:count], [name for name, _ in outermost[count:]])
+
+
+def _matches(name: str, module: Module, pattern: Pattern) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern)
+
+
+def _near(pattern: Pattern, named: Sequence[tuple[str, Module]]) -> str:
+    """Return what may have been meant by a pattern that matches nothing."""
+    if not isinstance(pattern, str):
+        classes = dict.fromkeys(type(module).__qualname__ for _, module in named)
+        return f"Classes in it: {', '.join([*classes][:8]) or 'none'}."
+    names = [name for name, _ in named]
+    near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
+    series = dict.fromkeys(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in names)
+    meant = "".join(f"Did you mean {one!r}? " for one in get_close_matches(pattern, series, n=1))
+    return f"{meant}Near names: {', '.join(sorted(near, key=names.index)) or 'none'}."
 
 
 def _inside(module: Module) -> Iterator[Module]:
@@ -290,7 +314,7 @@ def _raise_if_they_meet(model: Module, matches: Sequence[_Match]) -> None:
                 pattern, other = taken.get(id(inner), (match.pattern, ""))
                 if pattern != match.pattern:
                     raise UsageError(
-                        f"the patterns {match.pattern!r} and {pattern!r} meet: {other} is "
+                        f"the patterns {_told(match.pattern)} and {_told(pattern)} meet: {other} is "
                         + (f"inside {name}" if inner is not module else "matched by both"),
                         remedy="Choose patterns of which no one matches a module inside those of another.",
                     )

@@ -58,7 +58,7 @@ def native_save_region(op_name: str, function: Callable[..., R], /, *args: Any, 
     compiling = is_compiling()
     usual = type(op_name) is str and op_name and not compiling
     name = scope.get() + op_name if usual else scoped(op_name)
-    if not callable(function):
+    if not compiling and not callable(function):
         raise UsageError(f"a native region cannot run a {type(function).__name__}", op=name, remedy=_FORM)
     result: R
     if compiling:

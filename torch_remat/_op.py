@@ -95,9 +95,10 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
             op=name if isinstance(name, str) else None,
             remedy=_FORM,
         )
+    if name is None:
+        raise UsageError("remat.op() got no name", remedy=f"remat.op(function, 'attention')(x) has one. {_FORM}")
     if type(name) is not str or not name:
         scoped(name)
-    assert name is not None
     if not isinstance(policy, CheckpointPolicy):
         require_policy(policy, name)
     if function is None:

@@ -64,9 +64,10 @@ def says_form(form: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _of_another_form(function: Any, args: tuple[Any, ...], options: dict[str, Any], form: str) -> UsageError:
-    parameters = signature(function).parameters.values()
+    parameters = list(signature(function).parameters.values())
     known = [one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY]
-    for option in options:
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    for option in () if takes_any else options:
         if option not in known:
             return unknown_option(function.__name__, option, known, form)
     if all(one.kind is one.KEYWORD_ONLY for one in parameters):

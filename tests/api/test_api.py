@@ -55,6 +55,41 @@ def test_misspelt_option_is_an_error_that_names_the_function_the_near_one_and_al
     assert f"The form is {name}(" in text
 
 
+WRONG = {
+    "checkpoint": lambda: remat.checkpoint(offloader="/path"),
+    "checkpoint_sequential": lambda: remat.checkpoint_sequential([chain], 1, leaf(3), offloader="/path"),
+    "checkpoint_modules": lambda: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", offloader="/path"),
+    "drop_in": lambda: remat.drop_in(offloader="/path"),
+    "enable_gradient_checkpointing": lambda: remat.enable_gradient_checkpointing(nn.Tanh(), offloader="/path"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_value_is_an_error_in_the_form_of_the_function_that_was_called(name):
+    with pytest.raises(remat.UsageError) as caught:
+        WRONG[name]()
+    text = str(caught.value)
+    assert text.startswith(f"{name}(offloader='/path') is not possible.\noffloader is an object with")
+    assert f"The form is {name}(" in text
+
+
+def test_op_without_a_name_is_an_error_that_gives_one():
+    with pytest.raises(remat.UsageError, match=r"remat\.op\(\) got no name\.\nremat\.op\(function, 'attention'\)"):
+        remat.op(torch.sin)
+
+
+def test_name_of_a_policy_is_found_where_it_is():
+    with pytest.raises(AttributeError, match=r"'save_attention'; it is torch_remat\.policies\.save_attention"):
+        remat.save_attention  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'chekpoint'$"):
+        remat.chekpoint  # noqa: B018
+
+
+def test_offloaders_show_what_they_were_made_with(tmp_path):
+    assert repr(remat.CpuOffloader(max_bytes=8)) == "CpuOffloader(max_bytes=8, min_bytes=65536)"
+    assert repr(remat.DiskOffloader(tmp_path)) == f"DiskOffloader({str(tmp_path)!r}, max_bytes=None, min_bytes=65536)"
+
+
 def test_type_error_of_ones_own_stays_what_it_is():
     def broken():
         raise TypeError("of the user")

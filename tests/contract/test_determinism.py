@@ -235,3 +235,18 @@ def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(recw
 
     assert_same(gradients(lambda function, **_: function), gradients(checkpointed))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("options", [{}, {"determinism_check": "bitwise"}, {"policy": [torch.ops.aten.mm]}], ids=str)
+def test_tensors_without_memory_are_not_compared(options):
+    def shape(x):
+        a = torch.empty(x.shape, device="meta", requires_grad=True)
+        return (a.sin() @ a.exp()).shape[0]
+
+    def program(wrap):
+        x = leaf(4, 4)
+        wrap(lambda x: x.sin() * shape(x.exp()))(x.exp()).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1, **options)
+    checkpointed(torch.sin, **options)(torch.randn(3, device="meta", requires_grad=True)).sum().backward()

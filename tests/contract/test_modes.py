@@ -1,4 +1,4 @@
-"""What stands around a region: grad modes, autocast, device contexts, transforms, dispatch modes, subclasses."""
+"""What stands around a region: grad modes, autocast, device contexts, dispatch modes, subclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +29,7 @@ from tests.helpers import (
     parameter_gradients,
     watch,
 )
+from tests.ways import PLAIN_AUTOGRAD, WAYS
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -174,26 +175,93 @@ def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program
         assert_same(expected, actual)
 
 
-# --- Function transforms, wrapper subclasses, dispatch modes
+# --- Torch-function modes around a region
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_forward_mode_derivatives_are_equal():
-    x, tangent = torch.randn(4), torch.randn(4)
-    results = []
-    for function in (chain, checkpointed(chain)):
-        with forward_ad.dual_level():
-            results.append(tuple(forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))))
-    assert_same(*map(list, results))
+class Halved(TorchFunctionMode):
+    """Halves the results of linear layers, as recipes of low precision do something to them."""
+
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is torch.nn.functional.linear else result
 
 
-def test_vmap_is_equal_and_transforms_that_take_gradients_are_refused_by_torch():
-    x = torch.randn(4)
-    assert_same(torch.func.vmap(chain)(x), torch.func.vmap(checkpointed(chain))(x))
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        torch.func.grad(checkpointed(lambda x: chain(x).sum()))(x)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        torch.func.jacrev(checkpointed(chain))(x)
+class Sines(TorchFunctionMode):
+    """Has each exponential become a sine."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.sin if function is torch.Tensor.exp else function
+        return function(*args, **(kwargs or {}))
+
+
+def in_modes(region, keep, *, around_backward, modes):
+    x, linear = leaf(4, 8), nn.Linear(8, 8)
+    inner = region(lambda x: linear(x).exp())
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        loss = region(lambda x: inner(keep("kept", torch.tanh, linear(x))).exp() * torch.ones(8))(x).sum()
+        if around_backward == "method":
+            loss.backward()
+        elif around_backward == "function":
+            torch.autograd.backward(loss)
+    if around_backward is None:
+        loss.backward()
+    return [loss, x.grad, *parameter_gradients(linear)]
+
+
+@pytest.mark.parametrize("around_backward", [None, "method", "function"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_torch_function_modes_around_a_region_are_there_in_replay(way, around_backward):
+    def program(way, modes):
+        torch.manual_seed(1)
+        return in_modes(way.region, way.keep, around_backward=around_backward, modes=modes)
+
+    for modes in ([Halved], [Halved, Sines], [lambda: torch.device("cpu"), Halved]):
+        entered = [mode() for mode in modes]
+        expected = program(PLAIN_AUTOGRAD, [mode() for mode in modes])
+        assert_same(expected, program(way, entered))
+        assert all(mode.entered == 1 for mode in entered if isinstance(mode, Halved))
+    with pytest.raises(AssertionError):
+        assert_same(expected, program(PLAIN_AUTOGRAD, []))
+
+
+def test_torch_function_mode_that_a_region_enters_itself_is_its_own():
+    def block(x):
+        with Sines():
+            h = x.exp()
+        return h.exp()
+
+    def program(wrap):
+        x = leaf(4)
+        with Halved():
+            wrap(block)(x).sum().backward()
+        return x.grad
+
+    assert_same_program(program, replays=1)
+
+
+def test_torch_function_mode_that_holds_the_output_is_freed_after_backward():
+    class Holding(Halved):
+        output = None
+
+    with collector_off(), no_other_regions():
+        mode = Holding()
+        with mode:
+            mode.output = checkpointed(lambda x: x.sin().exp())(leaf(4)).sum()
+        output = watch(mode.output)
+        mode.output.backward()
+        del mode
+        assert alive(output) == 0
+
+
+# --- Wrapper subclasses, dispatch modes
 
 
 def test_wrapper_subclass_as_input_is_equal():

@@ -25,6 +25,7 @@ from tests.helpers import (
     assert_same,
     assert_same_program,
     chain,
+    checkpointed,
     collector_off,
     leaf,
     no_other_regions,
@@ -723,3 +724,31 @@ def test_what_is_rare_is_equal(program, opaque, policy):
         return torch.autograd.grad(block(x * 1).sum(), x)
 
     assert_same_program(whole, policy=policy)
+
+
+@pytest.mark.parametrize("read", [torch.mul, lambda x, y: remat.op(torch.mul, "reader")(x, y)])
+@pytest.mark.parametrize("call", [torch.sin, lambda x, out: torch.sin(x, out=out)])
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_call_that_writes_its_out_argument_is_equal(call, read):
+    def block(keep):
+        def function(x):
+            with torch.no_grad():
+                out = torch.empty(4, 8)
+                keep(call, "call")(x, out=out)
+            return read(x, out).exp()
+
+        return function
+
+    x = leaf(4, 8)
+    expected = torch.autograd.grad(block(lambda f, _: f)(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(block(remat.op))(x).sum(), x))
+    with pytest.raises(remat.UsageError, match="modified an argument in place unwatched"):
+        checkpointed(block(lambda f, name: remat.op(f, name, opaque=True)))(x)
+
+
+def test_call_of_a_lazy_module_is_equal():
+    x = leaf(4, 8)
+    module = torch.nn.LazyLinear(4)
+    y = checkpointed(lambda x: remat.op(module, "lazy")(x).sin())(x)
+    actual = torch.autograd.grad(y.sum(), [x, *module.parameters()])
+    assert_same(torch.autograd.grad(module(x).sin().sum(), [x, *module.parameters()]), actual)

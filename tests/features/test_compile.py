@@ -25,6 +25,7 @@ from tests.helpers import (
     no_other_regions,
     parameter_gradients,
 )
+from tests.ways import PLAIN_AUTOGRAD, WAYS
 from torch_remat._compat import CompiledCode
 
 pytestmark = pytest.mark.filterwarnings(
@@ -533,3 +534,40 @@ def test_what_is_for_eager_code_says_so_in_compiled_code(name, use):
 
     with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
         torch.compile(program, backend="aot_eager", fullgraph=True)(leaf(3))
+
+
+@pytest.mark.parametrize("keep", [remat.op, lambda f, name: functools.partial(remat.native_save_region, name, f)])
+def test_function_of_a_user_can_be_kept_in_one_whole_graph(keep):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2 * ctx.saved_tensors[0]
+
+    x = leaf(4)
+    block = lambda x: keep(Square.apply, "square")(x.sin()).cos()  # noqa: E731
+    torch.compile(checkpointed(block), backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert_same(x.grad, torch.autograd.grad(x.sin().square().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_compiled_autograd_leaves_the_replay_alone(way, backend):
+    def program(way, backward):
+        torch.manual_seed(0)
+        linear, x = nn.Linear(8, 8), leaf(4, 8)
+        inner = way.region(lambda x: nn.functional.dropout(x.sin()))
+        layer = lambda x, weight, bias: nn.functional.linear(x, weight, bias).tanh()  # noqa: E731
+        y = way.region(lambda x: inner(way.keep("kept", layer, x, *linear.parameters())))(x * 2)
+        backward(y.sum())
+        return [x.grad, *parameter_gradients(linear)]
+
+    expected = program(PLAIN_AUTOGRAD, lambda y: y.backward())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        actual = program(way, torch.compile(lambda y: y.backward(), backend=backend))
+    assert not remat.is_recomputing()
+    assert_same(expected, actual)

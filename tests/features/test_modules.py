@@ -90,6 +90,21 @@ def test_patterns_choose_the_outermost_of_what_they_match(model, patterns, expec
     assert names_of_regions(model) == expected
 
 
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (nn.Sequential, ["layers.0", "layers.1", "layers.2"]),
+        ((Mlp, nn.LayerNorm), [*(f"layers.{at}.{part}" for at in range(3) for part in ("0.norm", "1")), "norm"]),
+        ([Mlp, "layers.1.0"], ["layers.0.1", "layers.1.0", "layers.1.1", "layers.2.1"]),
+        ({Mlp: {"keep_last": 1}, "head": {}}, ["layers.0.1", "layers.1.1", "head"]),
+    ],
+)
+def test_classes_choose_their_instances(model, patterns, expected):
+    handle = remat.checkpoint_modules(model, patterns)
+    assert names_of_regions(model) == expected
+    assert "\nMlp: " in str(handle) or patterns is nn.Sequential
+
+
 def test_keep_last_leaves_the_last_matches_of_each_pattern_alone(model):
     with remat.checkpoint_modules(model, ["layers.*.0", "layers.*.1"], keep_last=2):
         assert names_of_regions(model) == ["layers.0.0", "layers.0.1"]
@@ -248,7 +263,17 @@ def test_a_module_under_two_names_is_one_region():
 
 
 ERRORS = {
-    "no such name": ("layer.*", "matches no module with a forward in this Model.\nNear names: layers.2"),
+    "no such name": (
+        "layer.*",
+        "the pattern 'layer.*' matches no module with a forward in this Model.\n"
+        "Did you mean 'layers.*'? Near names: layers.0, layers.1, layers.2",
+    ),
+    "no such class": (
+        nn.Conv2d,
+        "the pattern Conv2d matches no module with a forward in this Model.\nClasses in it: Seq",
+    ),
+    "a class of others": (dict, "cannot use the pattern <class 'dict'>"),
+    "a class and a name inside": ([Attention, "layers.?"], "the patterns 'layers.?' and Attention meet: layers.0.0"),
     "a container": ("layers", "'layers' matches no module with a forward"),
     "the root": ("", "cannot use the pattern ''"),
     "inside one another": (["layers.*", "layers.0.1"], "'layers.0.1' meet: layers.0.1 is inside layers.0"),
@@ -275,6 +300,10 @@ def test_errors_leave_the_model_as_it_was(model, case):
         remat.checkpoint_modules(model, "layers.*", policy=3)
     with pytest.raises(UsageError, match="takes no dict"):
         remat.checkpoint_modules({}, "*")
+    with pytest.raises(
+        UsageError, match=r"missing a required argument: 'patterns'\.\nThe form is checkpoint_modules\("
+    ):
+        remat.checkpoint_modules(model, keep_last=1)
     assert snapshot(model) == before
 
 

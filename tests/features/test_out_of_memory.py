@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import weakref
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_failed_allocation_prints_the_report_also_behind_another_error(form, cap
     first, second, *_ = text.splitlines()
     assert first.startswith("torch_remat: out of memory: ")
     assert "DefaultCPUAllocator" in first
-    assert second == "kept for backward: 16 B"
+    of_plain_code = 24 if form == "itself" else 0  # below `y`, which this frame holds: a leaf and a factor
+    assert second == f"kept for backward: {16 + of_plain_code} B"
     assert "layers.0: 16 B\n    args[0]  16 B  float32[4] cpu  input\n" in text
     assert form != "itself" or (caught.value.__cause__, caught.value.__context__) == (None, None)
     del y
@@ -155,3 +157,52 @@ def test_errors_of_devices_and_of_the_host_are_known_and_blocks_nest(kind):
     assert file.getvalue() == outer.getvalue()
     assert caught.value is error
     assert "failing: 12 B" in file.getvalue()  # its frames are alive in the traceback, and so is what it kept
+
+
+class Layers(torch.nn.Module):
+    """Runs out of memory in its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        allocate_too_much()
+        return x
+
+
+def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
+    model = Layers()
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "kept for backward: 512 B"  # four activations: the input and what each tanh returned
+    assert lines[2] == "not counted: parameters, 864 B in 6 tensors"
+    assert "TanhBackward0" in "".join(lines)
+    assert lines[-1].endswith("remat.checkpoint_modules(model, 'blocks.*')")
+    remat.checkpoint_modules(model, "blocks.*")
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    text = capsys.readouterr().err
+    assert "in 3 regions" in text
+    assert "checkpoint_modules" not in text
+
+
+def test_code_that_keeps_nothing_is_told_how_to_see_more(capsys):
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        allocate_too_much()
+    assert capsys.readouterr().err.splitlines()[-1].startswith("No region is alive.")
+
+
+def test_a_frame_that_goes_on_keeps_no_variable_alive():
+    x = leaf(4).exp()
+    try:
+        with remat.report_on_oom(io.StringIO()):
+            allocate_too_much()
+    except RuntimeError:
+        pass
+    reference = weakref.ref(x)
+    del x
+    assert reference() is None

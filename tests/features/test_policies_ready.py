@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
 from tests.helpers import assert_equal_gradients, leaf
@@ -318,3 +320,69 @@ def test_other_forms_are_errors_and_ours_show_the_right_one():
     ):
         with pytest.raises(TypeError):
             make()
+
+
+class TestOfPoliciesThatSelectNothing:
+    """Each is told once, with what it may have been meant to select."""
+
+    pytestmark = pytest.mark.filterwarnings("error::torch_remat.RematWarning")
+
+    @staticmethod
+    def encoder(policy, dropout=0.1):
+        layer = nn.TransformerEncoderLayer(16, 2, 16, dropout, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        remat.checkpoint_modules(model, "layers.*", policy=policy)
+        return model
+
+    @pytest.mark.parametrize(
+        "policy", [policies.save_attention, policies.save_attention | [aten._scaled_dot_product_flash_attention]]
+    )
+    def test_attention_with_dropout_on_a_cpu_is_told_once_with_two_remedies(self, policy):
+        model, x = self.encoder(policy), torch.randn(2, 4, 16)
+        match = r"layers\.0: the policy .*save_attention.* selected nothing.*remat\.op\(attention.*self_attn\.\*"
+        with pytest.warns(remat.RematWarning, match=match) as caught:
+            losses = [model(x).square().mean() for _ in range(2)]
+        assert [one.filename for one in caught] == [__file__]
+        report = remat.memory_report(losses[1])
+        assert {region.idle_policy for region in report.regions} == {repr(policy)}
+        assert f"policy: {policy!r}, selected nothing" in str(report)
+
+    def test_the_remedies_select_something(self):
+        model, x = self.encoder(remat.save_names("self_attn.*")), torch.randn(2, 4, 16)
+        report = remat.memory_report(model(x).square().mean())
+        assert any(tensor.policy == "save" for tensor in report.regions[0].tensors)
+        model = self.encoder(policies.save_attention)
+        for layer in model.layers:
+            layer.self_attn.forward = remat.op(layer.self_attn.forward, "attention")
+        report = remat.memory_report(model(x).square().mean())
+        assert "selected nothing" not in str(report)
+
+    def test_an_op_of_a_near_name_that_ran_is_told(self):
+        region = remat.checkpoint(region_name="block", policy=[aten.mm.default, aten.relu])(nn.Linear(4, 4))
+        match = r"block: the policy \[aten.mm.default, aten.relu\] selected nothing.*Ops that ran here: addmm\."
+        with pytest.warns(remat.RematWarning, match=match):
+            region(torch.randn(2, 4))
+
+    def test_lists_that_a_library_makes_anew_for_each_call_are_told_once(self):
+        make = partial(create_selective_checkpoint_contexts, [aten.mm.default])
+        sine = partial(remat.drop_in(), torch.sin, use_reentrant=False, context_fn=make)
+        with pytest.warns(remat.RematWarning, match="selected nothing") as caught:
+            _ = [sine(torch.ones(2, requires_grad=True)) for _ in range(2)]
+        assert len(caught) == 1
+
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            lambda ctx, op, *args, **kwargs: False,
+            policies.save_discrete,
+            policies.never_replay_effects,
+            policies.save_collectives,
+            policies.save_attention | policies.save_matmuls,
+            policies.save_attention | policies.save_discrete,
+            policies.save_attention | remat.save_names("linear1.*"),
+            [aten.addmm],
+        ],
+    )
+    def test_functions_guards_and_what_is_combined_with_something_that_selects_are_not_told(self, policy):
+        loss = self.encoder(policy)(torch.randn(2, 4, 16)).square().mean()
+        assert "selected nothing" not in str(remat.memory_report(loss))

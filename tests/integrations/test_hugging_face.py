@@ -191,6 +191,77 @@ def test_the_model_itself_undoes_it(llama):
     assert not regions_of(model, inputs)
 
 
+def enable_own(model):
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    return model.gradient_checkpointing_enable() if newer is None else newer()
+
+
+@pytest.mark.parametrize("is_off_before", [False, True])
+def test_regions_stay_where_the_model_is_told_to_use_torchs_checkpoint_and_it_says_so_once(llama, is_off_before):
+    model, inputs = llama
+    expected = train_step(model, inputs)
+    remat.enable_gradient_checkpointing(model, policy=remat.policies.save_matmuls)
+    kept = regions_of(model, inputs)
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        if is_off_before:  # as TRL does around what it generates
+            disable(copied)
+            assert not regions_of(copied, inputs)
+        with pytest.warns(remat.RematWarning, match=r"gradient_checkpointing=False.*TRL.*remove\(\)") as caught:
+            _ = [enable_own(copied) for _ in range(2)]
+        assert len([one for one in caught if one.category is remat.RematWarning]) == 1
+        assert regions_of(copied, inputs) == kept
+        assert_same(expected, train_step(copied, inputs))
+
+
+def test_a_removed_handle_gives_the_model_its_own_checkpointing_back(llama):
+    model, inputs = llama
+    before = set(vars(model))
+    handle = remat.enable_gradient_checkpointing(model)
+    assert "LlamaModel" in repr(handle)
+    handle.remove()
+    handle.remove()
+    assert not regions_of(model, inputs)
+    assert "activation_checkpointing_enable" not in set(vars(model)) - before
+    enable_own(model)
+    report = remat.memory_report(model(**inputs)[0])
+    assert not report.regions
+    assert "torch.utils.checkpoint" in {node.node for node in report.outside}
+
+
+def test_the_handle_of_a_model_that_is_gone_does_nothing():
+    handle = remat.enable_gradient_checkpointing(Older(the_call))
+    handle.remove()
+
+
+class Adapter(nn.Module):
+    """A model around another, whose methods it has, as those of peft."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, **inputs):
+        return self.base_model(**inputs)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+
+@pytest.mark.parametrize("is_around", [False, True])
+def test_regions_stay_in_a_model_that_an_adapter_is_around(llama, is_around):
+    model, inputs = llama
+    adapted = Adapter(model)
+    remat.enable_gradient_checkpointing(adapted if is_around else model)
+    kept = [region.name for region in regions_of(adapted, inputs)]
+    with pytest.warns(remat.RematWarning, match="stay"):
+        enable_own(adapted)
+    assert [region.name for region in regions_of(adapted, inputs)] == kept
+    assert len(kept) == 2
+
+
 def test_wrong_options_leave_the_model_as_it_was(llama):
     model, _ = llama
     before = [dict(vars(module)) for module in model.modules()]
@@ -302,7 +373,7 @@ def test_models_without_gradient_checkpointing_are_an_error_and_as_before(llama)
 def test_trainer_trains_the_same(transformers, tmp_path):
     pytest.importorskip("accelerate")
 
-    def trained(prepare):
+    def trained(prepare, **switches):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**FAMILIES["Llama"].sizes))
         tokens = [torch.randint(VOCABULARY, (6,)) for _ in range(8)]
@@ -310,7 +381,7 @@ def test_trainer_trains_the_same(transformers, tmp_path):
         with remat.trace() as trace:
             options = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": [], "save_strategy": "no"}
             quiet = {"use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
-            settings = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **quiet)
+            settings = transformers.TrainingArguments(output_dir=str(tmp_path), **options, **quiet, **switches)
             data = [{"input_ids": row, "labels": row} for row in tokens]
             transformers.Trainer(model=model, args=settings, train_dataset=data).train()
         return list(model.parameters()), {span.region for span in trace.spans}
@@ -319,3 +390,7 @@ def test_trainer_trains_the_same(transformers, tmp_path):
     actual, regions = trained(remat.enable_gradient_checkpointing)
     assert_same(expected, actual)
     assert (none, regions) == (set(), {"model.layers.0", "model.layers.1"})
+    with pytest.warns(remat.RematWarning, match="gradient_checkpointing=False"):
+        actual, of_both = trained(remat.enable_gradient_checkpointing, gradient_checkpointing=True)
+    assert_same(expected, actual)
+    assert of_both == regions

@@ -204,5 +204,6 @@ def check_recomputed(program: Program) -> None:
         if outputs := [y for y in forward(state, leaves) if y.requires_grad]:
             backward(program, outputs, leaves)
     texts = [str(one.message) for one in told if issubclass(one.category, remat.RematWarning)]
+    texts = [text for text in texts if "selected nothing" not in text]  # a drawn program need not have its policy's ops
     assert not texts, f"a warning: {texts[0]}"
     assert not replayed.ran, f"replay recomputes what is saved: {replayed.ran}"

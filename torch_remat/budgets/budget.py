@@ -31,7 +31,7 @@ from torch_remat.budgets.plain import Fitting, Key, PlainBytes, PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Eviction, Row, Step
-from torch_remat.budgets.text import format_budget
+from torch_remat.budgets.text import format_budget, format_head
 from torch_remat.dispatch.options import Keeping, keeping
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.reports.report import Data, Pictured
@@ -110,6 +110,9 @@ class Budget(Data, Pictured):
         self._measured = (0, 0)  # what the step that keeps most keeps without checkpointing, and with all recomputed
         self._warned = self._warned_unused = False
         self._too_much = 0
+
+    def __repr__(self) -> str:
+        return f"<{format_head(self)}>"
 
     # The block.
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
 _FORMS = (
-    'Give bytes as an int (6 * 2**30) or with a unit ("6 GiB"); a share of what the steps keep without checkpointing, '
-    'from "0%" to "100%"; or a share of the device\'s memory (device_share=0.6).'
+    'Give bytes as an int (6 * 2**30) or with a unit ("6 GiB", or "6 GB" with powers of 1000); a share of what the '
+    'steps keep without checkpointing, from "0%" to "100%"; or a share of the device\'s memory (device_share=0.6).'
 )
 
 
@@ -37,7 +37,7 @@ def _limit_of(limit: str | int | None, device_share: float | None) -> tuple[floa
 
 
 def _bytes_of(limit: object) -> int:
-    is_bytes = isinstance(limit, int) or (isinstance(limit, str) and not limit.strip().isdigit())
+    is_bytes = isinstance(limit, int) or (isinstance(limit, str) and any(map(str.isalpha, limit)))
     try:
         return parse_bytes(limit if is_bytes else None)  # type: ignore[arg-type]
     except UsageError:
@@ -62,9 +62,9 @@ def budget(
     that was made inside stays counted until it is freed.
 
     Args:
-        limit: Bytes, as an int or with a unit (``"6 GiB"``); or a share of what the steps keep without checkpointing
-            (``"60%"``), measured in the first of them, which keep everything. ``"0%"`` recomputes all, ``"100%"``
-            keeps all.
+        limit: Bytes, as an int or with a unit (``"6 GiB"``, or ``"6 GB"`` with powers of 1000); or a share of what the
+            steps keep without checkpointing (``"60%"``), measured in the first of them, which keep everything.
+            ``"0%"`` recomputes all, ``"100%"`` keeps all.
         device_share: In place of ``limit`` a share of the device's memory, more than 0 and at most 1; on the CPU of
             the machine's.
         reserve: How much of a budget in bytes is left for what backward needs besides: bytes, as above. ``"auto"`` is

@@ -138,6 +138,11 @@ class Step:
         """Return the sum of an attribute over the regions."""
         return sum(getattr(row, name) for row in self.rows)
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much the regions passed the limit at some moment."""
+        return int(max(self.most_bytes - self.limit_bytes, 0))
+
     def most_in_backward(self) -> int:
         """Return the most that regions kept in backward: what replays fill, less what backward has freed before."""
         most, freed = self.forward_bytes, 0

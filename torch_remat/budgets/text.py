@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_remat._text import aligned, format_bytes
+from torch_remat._text import aligned, format_bytes, plural
 from torch_remat.budgets.steps import Row, Step
 
 _HEAD = ["", "calls", "kept", "evicted", "offloaded", "replays", "replay ms"]
@@ -13,24 +13,35 @@ _HEAD = ["", "calls", "kept", "evicted", "offloaded", "replays", "replay ms"]
 
 def format_budget(budget: Any, step: Step | None) -> str:
     """Return a budget's report: sums, and a line for each region of a step."""
-    head = f"budget of {budget.told}, {format_bytes(budget.reserve_bytes)} of it in reserve; "
-    lines = [head + f"{budget.step_count} step{'s' * (budget.step_count != 1)}"]
+    lines = [format_head(budget)]
     if step is None:
         return lines[0]
-    lines += _steps(budget.steps)
+    lines += _steps(list(budget.steps)[-6:], budget.step_count)
     rows = [_cells(name, rows) for name, rows in step.by_name()]
     rows.append(_cells("all", step.rows))
     lines += ["", *(f"  {line}".rstrip() for line in aligned([_HEAD, *rows], right=set(range(1, len(_HEAD)))))]
     return "\n".join(lines)
 
 
-def _steps(steps: Iterable[Step]) -> list[str]:
-    """Return a line for each of the latest steps."""
-    cells = [["the latest steps", "kept at most", "evicted", "replay ms", "peak"]]
-    for step in list(steps)[-6:]:
+def format_head(budget: Any) -> str:
+    """Return a budget in a few words."""
+    reserve = f", {format_bytes(budget.reserve_bytes)} of it in reserve" if budget.reserve_bytes else ""
+    return f"budget of {budget.told}{reserve}; {plural(budget.step_count, 'step')}"
+
+
+def _steps(steps: Sequence[Step], last: int) -> list[str]:
+    """Return a line for each of the latest steps, the last of which has this number."""
+    has_peaks, has_more = any(step.peak_bytes for step in steps), any(step.over_bytes for step in steps)
+    cells = [["step", "kept at most", "evicted", "replay ms", *["peak"] * has_peaks, *[""] * has_more]]
+    for number, step in enumerate(steps, last - len(steps) + 1):
         evicted, replayed = step.sum_of("evicted_bytes"), step.sum_of("replay_seconds")
-        peak = format_bytes(step.peak_bytes) if step.peak_bytes else "not measured"
-        cells.append(["", format_bytes(step.most_bytes), format_bytes(evicted), f"{replayed * 1e3:.1f}", peak])
+        row = [str(number), format_bytes(step.most_bytes), format_bytes(evicted), f"{replayed * 1e3:.1f}"]
+        if has_peaks:
+            row.append(format_bytes(step.peak_bytes) if step.peak_bytes else "not measured")
+        if has_more:
+            share = step.over_bytes / max(step.limit_bytes, 1)
+            row.append(f"{share:.1%} over {format_bytes(int(step.limit_bytes))}".replace("%", " %") if share else "")
+        cells.append(row)
     return ["", *(f"  {line}".rstrip() for line in aligned(cells, right={1, 2, 3, 4}))]
 
 

@@ -1,7 +1,8 @@
 """Ambient state: what replay must see as forward did, though no argument carries it.
 
-In: the state at a region's call. Kept: autocast and the default device as small values; the state of a random
-generator only if the region drew from it. Out: the contexts in which replay runs, entered only where they differ.
+In: the state at a region's call. Kept: autocast and the default device as small values, torch-function modes until
+replay; the state of a random generator only if the region drew from it. Out: the contexts in which replay runs,
+entered only where they differ.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from torch_remat._compat import accelerator_type, any_autocast_enabled, function_mode_depth
+from torch_remat._compat import (
+    accelerator_type,
+    any_autocast_enabled,
+    function_mode_depth,
+    function_modes,
+    with_function_mode,
+)
 
 
 class Ambient(NamedTuple):
-    """Autocast, default device and current device at the time of a region's call."""
+    """Autocast, default device, current device and torch-function modes of users at the time of a region's call."""
 
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     device: torch.device | None
     device_index: int | None
+    modes: tuple[TorchFunctionMode, ...] = ()
 
     def contexts(self) -> list[AbstractContextManager[object]]:
         """Return the contexts that turn the present state into this one; usually an empty list."""
@@ -41,6 +50,8 @@ class Ambient(NamedTuple):
             needed.append(self.device or torch.device("cpu"))
         if present.device_index != self.device_index:
             needed.append(torch.accelerator.device_index(self.device_index))
+        # `Tensor.backward` is a torch function: the modes around it are off while it runs.
+        needed += [with_function_mode(mode) for mode in self.modes if not any(mode is one for one in present.modes)]
         return needed
 
 
@@ -48,8 +59,8 @@ def capture_ambient() -> Ambient:
     """Return the present ambient state."""
     if not any_autocast_enabled() and not function_mode_depth() and len(_device_types()) == 1:
         return _PLAIN
-    device = torch.get_default_device() if function_mode_depth() else None
-    return Ambient(_autocast_state(), device, _current_device_index())
+    device, modes = (torch.get_default_device(), function_modes()) if function_mode_depth() else (None, ())
+    return Ambient(_autocast_state(), device, _current_device_index(), modes)
 
 
 _PLAIN = Ambient((), None, None)

@@ -28,7 +28,7 @@ from weakref import ref
 import torch
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import SavedTensorHooks, detached, graph_exec_group, graph_is_kept
+from torch_remat._compat import OF_TRACES, SavedTensorHooks, detached, graph_exec_group, graph_is_kept, untraced
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.options import Options
 from torch_remat.errors import MutationError
@@ -103,6 +103,7 @@ class RegionLike(Protocol):
         versions: Their versions at the end of forward.
         finished: Whether forward is over.
         filling: Whether a replay runs.
+        traced: Whether it is itself part of a trace of torch's.
         rng: The random state, if replay needs it.
         hooks: The saved-tensor hooks around it.
     """
@@ -112,6 +113,7 @@ class RegionLike(Protocol):
     versions: Sequence[int]
     finished: bool
     filling: bool
+    traced: bool
     rng: RngState | None
     hooks: SavedTensorHooks | None
 
@@ -306,6 +308,7 @@ with torch.enable_grad():
     CAST = type(torch.zeros((), requires_grad=True, device="cpu").to(torch.float64).grad_fn)
 
 
+@untraced
 def read(packed: Any) -> Any:
     """Unpack hook: return the tensor of a holder or an anchor, replaying its region if it is not there.
 
@@ -326,6 +329,8 @@ def read(packed: Any) -> Any:
             if not region.finished:
                 region.note_gradient(op)
             return value
+        if type(packed) in OF_TRACES:
+            return packed
         if not packed.region.finished:
             region = packed.region  # what is on the tape was saved by an op that replay runs
             is_of_call = not any(type(entry) is ResidentRef and entry() is packed for entry in region.tape.saved)

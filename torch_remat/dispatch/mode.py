@@ -36,11 +36,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from torch_remat._compat import (
+    OF_TRACES,
     DispatchMode,
     Handler,
     SavedTensorHooks,
     active_modes,
+    count_of_modes,
     detached,
+    is_transformed,
     pop_mode,
     pop_saved_tensors_hooks,
     push_mode,
@@ -98,6 +101,7 @@ class RematMode(DispatchMode):
     Attributes:
         opening: What watches the region's ops from its start, if something does.
         watcher: What sees each aten op now, if something does; set by `show_ops_to`.
+        below: How many modes are active while an op is handled, unless code is traced inside the region.
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
@@ -108,6 +112,7 @@ class RematMode(DispatchMode):
     observed: Watch | None = None
     opening: Handler | None = None
     watcher: Handler | None = None
+    below = 0
 
     @property
     def recomputing(self) -> bool:
@@ -195,7 +200,7 @@ class RematMode(DispatchMode):
             MismatchError: In replay, this is not the op that forward had here, or other ops ran inside.
         """
         ops = self.ops or self.ops_now()
-        if ops is None:
+        if ops is None or is_transformed():
             return function(*args, **kwargs)
         if self.observed is None:
             return ops.run(opaque, name, policy, function, args, kwargs)
@@ -223,6 +228,7 @@ class RematMode(DispatchMode):
         self.show_ops_to(watcher)
         try:
             if previous is None or not any(mode is self for mode in active_modes()):
+                self.below = count_of_modes()
                 before = push_mode(self)
                 try:
                     return function(*args, **kwargs)
@@ -234,6 +240,13 @@ class RematMode(DispatchMode):
             return function(*args, **kwargs)
         finally:
             self.show_ops_to(previous)
+
+    def is_foreign(self, types: Sequence[type]) -> bool:
+        """Whether an op on tensors of these subclasses is one of a trace inside the region, which is no part of it.
+
+        The modes that trace are below all others, and what makes a tensor from numbers shows nothing else of a trace.
+        """
+        return not self.region.traced and (count_of_modes() > self.below or not OF_TRACES.isdisjoint(types))
 
     def show_ops_to(self, watcher: Handler | None) -> None:
         """Let a watcher, or none, be the handler that torch calls: a fifth of what an op costs is a handler between."""

@@ -327,7 +327,8 @@ class LogWriter:
         path: The file, which is written anew.
 
     Example:
-        >>> with LogWriter("step.log") as writer:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, LogWriter(f"{folder}/step.log") as writer:
         ...     writer.constant("w", size_bytes=4)
         ...     writer.call("aten.neg", ["w"], [("y", 4, -1)], nanoseconds=10)
         ...     writer.release("w")

@@ -106,6 +106,9 @@ class CpuOffloader(Shared):
         self._pending: deque[_Ticket] = deque()
         self._offloaded_bytes = self._host_bytes = 0
 
+    def __repr__(self) -> str:
+        return f"CpuOffloader(max_bytes={self.max_bytes}, min_bytes={self.min_bytes})"
+
     @property
     @locked
     def offloaded_bytes(self) -> int:

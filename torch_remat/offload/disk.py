@@ -125,6 +125,9 @@ class DiskOffloader:
         self._store = _Store(self.directory, threads, queue_bytes)
         finalize(self, self._store.close)  # also at exit
 
+    def __repr__(self) -> str:
+        return f"DiskOffloader({self.directory!r}, max_bytes={self.max_bytes}, min_bytes={self.min_bytes})"
+
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of the tensors that are away now, with those whose files are being written, without those that stay."""

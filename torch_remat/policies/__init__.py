@@ -67,6 +67,11 @@ def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) 
     return bool(number % 2)
 
 
+# The others are guards: what they guard against need not occur.
+for _policy in (save_attention, save_matmuls, save_every_other_matmul):
+    _policy.expects_ops = True
+
+
 @FunctionPolicy
 def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save what makes choices out of numbers (``topk``, ``sort``, ``argmax``, ``unique``, ``nonzero``).

@@ -124,7 +124,17 @@ class OpPolicy(ABC):
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
     Stronger is: excluding by name, then MUST before PREFER, then saving before offloading before recomputing.
+
+    Attributes:
+        expects_ops: Whether a region in which it selects nothing is worth a word. A function is the user's own logic,
+            and names that match nothing are an error.
     """
+
+    expects_ops = False
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names of the ops that it lists."""
+        return ()
 
     @abstractmethod
     def begin(self) -> Decider:
@@ -296,6 +306,8 @@ def _functions_of(function: FunctionType) -> list[Any]:
 class OpListPolicy(OpPolicy):
     """Saves the results of certain ops, of which none has to occur; an `OpOverloadPacket` means all its overloads."""
 
+    expects_ops = True
+
     def __init__(self, ops: Iterable[Any]) -> None:
         self._given = list(ops)
         self._ops: list[Any] = []
@@ -324,6 +336,10 @@ class OpListPolicy(OpPolicy):
         if self._known is None:
             self._known = {id(op) for op in self._ops}, {id(_kind_of(op)) for op in self._ops}, {}
         return _OpListDecider(*self._known)
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names of the ops, without namespace and overload."""
+        return list(dict.fromkeys(getattr(_kind_of(op), "__name__", str(op)) for op in self._ops))
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the ops."""
@@ -362,6 +378,7 @@ class Combined(OpPolicy):
 
     def __init__(self, policies: Sequence[OpPolicy]) -> None:
         self._policies = policies
+        self.expects_ops = all(policy.expects_ops for policy in policies)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self._policies)).replace("| ~", "& ~")
@@ -369,6 +386,10 @@ class Combined(OpPolicy):
     def begin(self) -> Decider:
         """Begin one forward."""
         return _CombinedDecider([policy.begin() for policy in self._policies])
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names that any of them lists."""
+        return [name for policy in self._policies for name in policy.op_names()]
 
     def parts(self) -> tuple[Any, ...]:
         """Return the kinds and arguments of all of them."""
@@ -417,5 +438,5 @@ def as_policy(policy: Any) -> OpPolicy:
     raise PolicyError(
         f"{shown(policy)} is not a policy for the ops of a region",
         remedy="A policy is a function (ctx, op, *args, **kwargs), a list of ops, remat.save_names(...), one "
-        "of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) leaves names out.",
+        "of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) excludes names.",
     )

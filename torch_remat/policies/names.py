@@ -85,7 +85,7 @@ class _NameDecider(Decider):
             return None
         known = list(names)
         pattern, *others = self._left
-        near = get_close_matches(pattern, known, n=5, cutoff=0.4) or known[:5]
+        near = sorted(get_close_matches(pattern, known, n=5, cutoff=0.4), key=known.index) or known[:5]
         too = f"; neither {'does' if len(others) == 1 else 'do'} {', '.join(map(repr, others))}" if others else ""
         return PolicyError(
             f"the name pattern {pattern!r} matches nothing that the region made{too}",

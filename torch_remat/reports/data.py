@@ -22,10 +22,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_remat._kept import Around, Kept, Kind, decisions_of, kept_by, parameters_of
-from torch_remat._storages import Memory, Piece, memory_of, pieces_in
+from torch_remat._kept import Around, Kept, Kind, decisions_of, in_partials, kept_by, parameters_of
+from torch_remat._storages import Memory, Piece, memory_of, pieces_in, tensors_in, viewed_parameter
+from torch_remat.dispatch.call.result import identity_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
+from torch_remat.policies.nothing import selects_nothing
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,13 @@ class RegionReport(Sums):
         name: Its name.
         tensors: What is kept of no op: inputs, tensors that a replay has made, random state.
         ops: Its ops, in the order of forward.
+        idle_policy: The policy, as text, if it selected nothing in the first forward of this code; else empty.
     """
 
     name: str
     tensors: tuple[KeptTensor, ...]
     ops: tuple[OpReport, ...]
+    idle_policy: str = ""
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield the tensors of the region and of its ops."""
@@ -232,12 +236,20 @@ def report_of(
             if piece.besides is None or momentary:
                 tensor = row_of(piece, name, one.tensor, kind, what_needs(one), policy)
                 counted.add(tensor, piece.memory, rows)
+    for label, value in in_partials(region.function):
+        for held in tensors_in(value):
+            if viewed_parameter(held) is None:
+                for piece in pieces_in(held):
+                    row = row_of(piece, qualified_name(region.name, "", label), label, "input", "replay")
+                    counted.add(row, piece.memory, own)
     ops = []
     for name, rows in by_op.items():
         if rows or keep_empty:
             policy = decisions[name].value if name in decisions else rows[0].policy
             ops.append(OpReport(name, policy, tuple(rows)))
-    return RegionReport(region.name, tuple(own), tuple(ops))
+    saves = any(row.policy == "save" for row in own)
+    idle = not saves and selects_nothing(region.options.policy, identity_of(region.function))
+    return RegionReport(region.name, tuple(own), tuple(ops), repr(region.options.policy) if idle else "")
 
 
 def what_needs(one: Kept) -> str:

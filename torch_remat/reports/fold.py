@@ -91,7 +91,8 @@ def series_label(names: Sequence[str]) -> str | None:
 
 
 def _contents(region: RegionReport) -> Any:
-    return _facts(region.tensors), [(op.name, op.policy, _facts(op.tensors)) for op in region.ops]
+    ops = [(op.name, op.policy, _facts(op.tensors)) for op in region.ops]
+    return region.idle_policy, _facts(region.tensors), ops
 
 
 def _facts(tensors: Sequence[KeptTensor]) -> list[KeptTensor]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from torch_remat._kept import Kind, held_in, region_behind
+from torch_remat._kept import Kind, held_in, in_partials, region_behind
 from torch_remat._storages import pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.data import Counted, KeptTensor, NodeReport, Rows, row_of
@@ -43,7 +43,9 @@ class TorchCheckpoint:
         """
         for index, argument in _arguments(self.frame):
             yield f"args[{index}]", packed_in(argument) if hasattr(type(argument), "unpack_hook") else argument
-        for name, value in _closure(getattr(self.frame, "recompute_fn", None)).items():
+        found = _closure(getattr(self.frame, "recompute_fn", None))
+        yield from in_partials(found.get("fn", found.get("function")))  # the name differs between releases
+        for name, value in found.items():
             if name == "kwargs" and isinstance(value, dict):
                 yield from ((f"kwargs[{key!r}]", argument) for key, argument in value.items())
             elif isinstance(value, (torch.Tensor, list, tuple)):

@@ -43,8 +43,8 @@ class MemoryReport(Report, Pictured, Sums):
     Attributes:
         regions: The regions that keep something, oldest first.
         outside: What is saved outside of regions, by node type, the largest first.
-        parameters: Parameters, apart: those that regions and graph refer to, and those of the modules given.
-        buffers: Buffers of the modules given, apart.
+        parameters: Parameters, in no sum: those that regions and graph refer to, and those of the modules given.
+        buffers: Buffers of the modules given, in no sum.
         budgets: A line for each budget that regions are in.
         older: Regions that are alive and in no graph that was given, apart; in no sum.
     """
@@ -78,7 +78,8 @@ class MemoryReport(Report, Pictured, Sums):
             lines.append(f"  by device: {', '.join(parts)}")
         for name, existing in (("parameters", self.parameters), ("buffers", self.buffers)):
             if existing.count:
-                lines.append(f"{name}, apart: {format_bytes(existing.bytes)} in {existing.count}")
+                held = plural(existing.count, "tensor")
+                lines.append(f"not counted: {name}, {format_bytes(existing.bytes)} in {held}")
         if self.older:
             alive = f"{sum_of(self.older)} in {plural(len(self.older), 'region')}"
             lines.append(f"older graphs that are alive: {alive}")
@@ -161,12 +162,19 @@ def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) 
     head = f"{' ' * indent}{label}: {sum_of([region])}"
     if count > 1:
         head += f" each, {sum_of(regions)} in {count}"
-    rows = [_cells(tensor, tensor.label) for tensor in region.tensors]
+    shared = [tensor for tensor in region.tensors if tensor.kind == "input" and tensor.shared_with and not tensor.bytes]
+    rows = [_cells(tensor, tensor.label) for tensor in region.tensors if len(shared) < 2 or tensor not in shared]
+    if len(shared) > 1:
+        place = next((place for place, tensor in enumerate(region.tensors) if tensor in shared), 0)
+        rows.insert(place, ["shared inputs", "0 B", plural(len(shared), "tensor"), "counted elsewhere"])
     for op in region.ops:
         rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
         if not op.tensors:
             rows.append([op.name, "0 B", "", op.policy])
-    return Block([head], rows, indent=indent + 2)
+    heads = [head]
+    if region.idle_policy:
+        heads.append(f"{' ' * (indent + 2)}policy: {region.idle_policy}, selected nothing")
+    return Block(heads, rows, indent=indent + 2)
 
 
 def _cells(tensor: KeptTensor, label: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""`report_on_oom`: what regions keep at the moment when an allocation fails.
+"""`report_on_oom`: what regions and plain code keep at the moment when an allocation fails.
 
-In: the error, and on CUDA the allocator's own call before it raises. Kept: nothing. Out: a memory report on a stream.
-The error goes on as it is, whatever happens to the report.
+In: the error, with the frames that it left, and on CUDA the allocator's own call before it raises. Kept: nothing. Out:
+a memory report on a stream. The error goes on as it is, whatever happens to the report.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TextIO
+from inspect import CO_OPTIMIZED
+from types import TracebackType
+from typing import Any, TextIO
 
 import torch
+from torch.nn import Module, ModuleList
 
 from torch_remat._compat import accelerator_type, attach_oom_observer
+from torch_remat._storages import tensors_in
 from torch_remat._text import format_bytes
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
@@ -34,7 +38,10 @@ _active: list[_Watch] = []
 
 @contextmanager
 def report_on_oom(file: TextIO | None = None) -> Iterator[None]:
-    """Print the memory report of all live regions when an allocation inside fails for want of memory.
+    """Print a memory report when an allocation inside fails for want of memory.
+
+    It has all live regions. Where the error is seen as an exception, it also has what plain autograd keeps: the graphs
+    of the tensors in the frames that the exception left; and if there is no region, the line that makes regions.
 
     On CUDA the allocator reports it before it raises, while all that filled the memory is there, also if the error is
     then caught inside. Elsewhere the error is seen when it leaves the block, also as the cause or context of another
@@ -79,7 +86,7 @@ def _tell_of(watch: _Watch, error: BaseException, handled: int) -> None:
     waiting, seen = [error], {id(error), handled}
     for one in () if watch.told else waiting:  # grows meanwhile
         if is_out_of_memory(one):
-            _tell(watch, str(one).partition("\n")[0] or type(one).__name__)
+            _tell(watch, str(one).partition("\n")[0] or type(one).__name__, one.__traceback__)
             return
         for behind in (one.__cause__, one.__context__, *getattr(one, "exceptions", ())):
             if isinstance(behind, BaseException) and id(behind) not in seen:
@@ -103,14 +110,49 @@ def _attach() -> None:
         attach_oom_observer(on_device_out_of_memory)
 
 
-def _tell(watch: _Watch, what: str) -> None:
+def _tell(watch: _Watch, what: str, traceback: TracebackType | None = None) -> None:
     with suppress(Exception):
         file = sys.stderr if watch.file is None else watch.file
         mode = current_mode()
         where = "" if mode is None else f" in the {'replay' if mode.replaying else 'forward'} of {mode.region.name}"
         try:
-            text = f"{what}\n{memory_report()}"
+            text = f"{what}\n{_report(traceback)}"
         except Exception as error:
             text = f"{what}\nno memory report: {type(error).__name__}: {error}"
         file.write(f"torch_remat: out of memory{where}: {text}\n")
         file.flush()
+
+
+def _report(traceback: TracebackType | None) -> str:
+    """Return what is kept, by regions and below the tensors of the frames of a traceback, and how to keep less."""
+    found = list(_values_in(traceback))
+    modules = [one for one in found if isinstance(one, Module)]
+    roots = [one for value in found for one in tensors_in(value) if one.grad_fn is not None]
+    report = memory_report(*roots, *modules) if roots else memory_report()
+    if report.older:  # regions matter more than plain code
+        report = memory_report()
+    if report.regions:
+        return str(report)
+    if not roots:
+        return f"{report}\nNo region is alive. What plain code keeps: remat.memory_report(loss), with a smaller batch."
+    return (
+        f"{report}\nNo region is alive: all this is what plain autograd keeps. To keep less, add one line after the "
+        f"model is made: remat.checkpoint_modules(model, {_pattern(modules)!r})"
+    )
+
+
+def _pattern(modules: list[Module]) -> str:
+    """Return the pattern for the layers of the outermost module."""
+    inside = modules[0].named_modules() if modules else ()
+    return next((f"{name}.*" for name, one in inside if name and isinstance(one, ModuleList)), "layers.*")
+
+
+def _values_in(traceback: TracebackType | None) -> Iterator[Any]:
+    """Yield the local variables of the frames of a traceback, the outermost first."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        found = frame.f_locals
+        yield from list(found.values())
+        if frame.f_code.co_flags & CO_OPTIMIZED and type(found) is dict:
+            found.clear()  # a copy, which would keep what the variables of a frame that goes on were
+        traceback = traceback.tb_next

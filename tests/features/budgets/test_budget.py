@@ -533,7 +533,7 @@ def test_too_small_a_budget_warns_once():
 
 
 def test_nonsense_is_an_error_at_once():
-    for limit in (0, -1, 0.0, "", "six", "6 XiB", None, True, float("nan"), [1], 0.6, "52", "101%", "-1%"):
+    for limit in (0, -1, 0.0, "", "six", "6 XiB", "1.5", None, True, float("nan"), [1], 0.6, "52", "101%", "-1%"):
         with pytest.raises(remat.UsageError, match=r'(?s)budget.*"6 GiB".*"0%" to "100%".*device_share=0.6'):
             remat.budget(limit)
     for reserve, limit, match in ((200, 100, "reserve"), (-1, 100, "-1 is not"), (10, "60%", "reserve")):
@@ -551,6 +551,14 @@ def test_nonsense_is_an_error_at_once():
 def test_sizes_are_read_as_they_are_written():
     assert remat.budget("6 GiB").budget_bytes == 6 * 2**30
     assert remat.budget(12345).budget_bytes == 12345
+    for text, size in [
+        ("6 GB", 6 * 10**9),
+        ("6GB", 6 * 10**9),
+        ("6g", 6 * 10**9),
+        ("1.5 MB", 15 * 10**5),
+        ("2K", 2000),
+    ]:
+        assert remat.budget(text).budget_bytes == size
     assert 2**20 < remat.budget(device_share=0.5).budget_bytes < remat.budget(device_share=1.0).budget_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -38,11 +39,26 @@ def test_report_and_totals_have_each_region():
     assert all(part in report for part in ("budget of 3.0 KiB", "2 steps", *(f"layers.{at}" for at in range(3))))
     data = json.loads(budget.to_json())
     assert data == json.loads(json.dumps(budget.to_dict()))
+    assert re.search(r"^  step  +kept at most  +evicted  +replay ms$", report, re.MULTILINE)
+    assert re.search(r"^  2  +", report, re.MULTILINE)
+    assert "not measured" not in report
+    assert "reserve" not in report
+    assert repr(budget) == "<budget of 3.0 KiB; 2 steps>"
     first, second = data["steps"]
     assert [row["region"] for row in second["regions"]] == ["layers.0", "layers.1", "layers.2"]
     assert second["evicted_bytes"] > 0
     assert second["replay_seconds"] > 0
     assert first["most_kept_bytes"] <= 4 * 2**10
+
+
+def test_report_says_by_how_much_a_step_passed_the_limit():
+    budget = remat.budget("1 KiB", reserve="24 B")
+    run_steps(budget, steps=8)
+    step = budget.steps[-1]
+    assert step.over_bytes == step.most_bytes - 1000 > 0
+    assert f"{step.over_bytes / 10:.1f} % over 1000 B\n" in budget.report()
+    assert "24 B of it in reserve" in budget.report()
+    assert [line.split()[0] for line in budget.report().splitlines()[3:9]] == ["3", "4", "5", "6", "7", "8"]
 
 
 @pytest.mark.parametrize("limit", ["3 KiB", "60%", 1, "1 GiB"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,9 @@ PROGRAMS = {
     "linear, frozen": lambda: FROZEN(fresh(4, 16) * 1).sin().sum(),
     "view of a frozen parameter": lambda: (fresh(4, 16) * 1 @ W[:, :8]).sum(),
     "torch's with all arguments": lambda: through_torch(products, fresh(9), [fresh(9)], z=fresh(9).cos()).sum(),
+    "torch's of a partial": lambda: through_torch(partial(products, y=[fresh(9)], z=fresh(9).cos()), fresh(9)).sum(),
+    "a partial": lambda: checkpointed(partial(partial(products, y=[fresh(9).sin()]), z=fresh(9).cos()))(fresh(9)).sum(),
+    "a partial of a parameter": lambda: checkpointed(partial(torch.mul, PARAMETER))(fresh(6, 6).sin()).sum(),
     "torch's with a region between": lambda: graph_kept_of(in_torchs(checkpointed(turned(in_torchs(sines))))),
 }
 

@@ -407,7 +407,7 @@ class RunningCall(Running):
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        self._is_builtin = builtin = is_builtin(function)
+        self._is_builtin = builtin = is_builtin(function) and "out" not in kwargs
         given: Sequence[Any]
         leaves = given = args if builtin and not kwargs else _leaves_of(args, kwargs)
         super().__init__(ops, call, Given(function, leaves))

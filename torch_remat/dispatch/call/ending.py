@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at
+from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
@@ -37,7 +37,8 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
     if log.opened is not None:
         log.opened.check_ended()
     if log.watch is not None:
-        log.watch.check_matched()
+        assert log.region.options.policy is not None
+        log.watch.check_matched(log.region.options.policy, identity_of(log.region.function))
     if log.results.unread:
         log.results.read_versions()
     if log.departures.waiting:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import Handler, in_autocast, keep_from_compiler, storage_key
+from torch_remat._compat import Handler, count_of_modes, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
 from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
@@ -64,7 +64,9 @@ class RunningNative(Running):
         answers, makers, counts, reads = self.answers, self.makers, self._counts, self._reads
         ops, waiting = self.ops, self.ops.departures.waiting
 
-        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                return op(*args, **kwargs)
             make = entry_of(op)
             kind = make.kind
             if not kind or waiting or ops.opened is not None:

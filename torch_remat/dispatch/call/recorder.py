@@ -444,7 +444,7 @@ class Recorder:
             self.results.read_versions()
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
-        of_torch = is_builtin(function)
+        of_torch = is_builtin(function) and "out" not in kwargs
         is_whole = is_whole_call(function, args, kwargs)
         if opaque:
             call.opaque = True

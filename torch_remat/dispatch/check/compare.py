@@ -24,7 +24,7 @@ from weakref import ref
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from torch_remat._compat import without_dispatch_modes
+from torch_remat._compat import has_memory, without_dispatch_modes
 from torch_remat.dispatch.holder import (
     CHANGED,
     UNKNOWN_LAYOUT,
@@ -232,13 +232,15 @@ def is_same_leaf(before: torch.Tensor, now: torch.Tensor, may_change: bool = Fal
 def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two tensors are equal; those of a subclass without memory of its own are if what they consist of is.
 
-    A placeholder, in a wrapper of replay, stands for what forward made and has no data to look at.
+    Of what has no memory, such as a tensor on the meta device, nothing more can be told apart than its description, and
+    of a placeholder, which stands for what forward made in a wrapper of replay.
     """
     olds, news = list(parts_of(before)), list(parts_of(now))
     if (before.shape, before.dtype, len(olds)) != (now.shape, now.dtype, len(news)):
         return False
     return all(
-        (old.shape, old.dtype) == (new.shape, new.dtype) and (isinstance(new, Placeholder) or torch.equal(old, new))
+        (old.shape, old.dtype) == (new.shape, new.dtype)
+        and (isinstance(new, Placeholder) or not (has_memory(old) and has_memory(new)) or torch.equal(old, new))
         for old, new in zip(olds, news, strict=True)
     )
 

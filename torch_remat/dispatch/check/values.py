@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import DispatchMode, sequence_number, storage_key
+from torch_remat._compat import DispatchMode, has_memory, sequence_number, storage_key
 from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, RegionLike
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.errors import RematError, UsageError, shown
+from torch_remat.errors import Carried, RematError, UsageError, shown
 
 ValueOf = Callable[[torch.Tensor], Any]
 
@@ -42,9 +42,13 @@ def value_function(check: str | ValueOf) -> ValueOf | None:
 def checksum(tensor: torch.Tensor) -> bytes:
     """Return a 128-bit BLAKE2b digest of a tensor's elements in logical order.
 
+    What has no memory, such as a tensor on the meta device or inside of a transform, has an empty one.
+
     Raises:
-        UsageError: The tensor is of a subclass that has no memory of its own and does not say what it consists of.
+        Carried: A `UsageError`: a subclass has no memory of its own and does not say what it consists of.
     """
+    if not has_memory(tensor):
+        return b""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         parts = b"".join(map(checksum, parts_of(tensor)))
         return hashlib.blake2b(parts, digest_size=16).digest()
@@ -53,9 +57,12 @@ def checksum(tensor: torch.Tensor) -> bytes:
         plain = plain.to_dense()
     content = plain.cpu().contiguous()
     if content.nbytes and not content.data_ptr():
-        raise UsageError(
-            f'determinism_check="bitwise" cannot read the values of a {type(tensor).__name__}',
-            remedy="Define __tensor_flatten__ on the class, or pass a callable (tensor) -> value as determinism_check.",
+        raise Carried(
+            UsageError(
+                f'determinism_check="bitwise" cannot read the values of a {type(tensor).__name__}',
+                remedy="Define __tensor_flatten__ on the class, or pass a callable (tensor) -> value as "
+                "determinism_check.",
+            )
         )
     data = (ctypes.c_char * content.nbytes).from_address(content.data_ptr()) if content.nbytes else b""
     return hashlib.blake2b(data, digest_size=16).digest()

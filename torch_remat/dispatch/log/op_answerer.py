@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torch_remat._compat import Handler, keep_from_compiler
+from torch_remat._compat import Handler, count_of_modes, keep_from_compiler
 from torch_remat.dispatch.log.entry import (
     CALL,
     ONE,
@@ -96,7 +96,9 @@ class OpAnswerer:
         """What runs an op that is expected, or answers it without: a closure, since it runs for each."""
         entries, suppressed, written = self._entries, self._suppressed, self.written
 
-        def answer(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def answer(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                return op(*args, **kwargs)
             at = self._at
             try:
                 entry = entries[at]

@@ -6,7 +6,7 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_remat._compat import CompiledCode, Handler, in_autocast, keep_from_compiler
+from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.log.entry import (
+    CALL,
     FIRST,
     NOTHING,
     ODD,
@@ -43,7 +44,8 @@ from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.errors import PolicyError
 from torch_remat.offload.sender import Departures
-from torch_remat.policies.kinds import RECOMPUTED, Decider, Decision, OpContext
+from torch_remat.policies.kinds import RECOMPUTED, Decider, Decision, OpContext, OpPolicy
+from torch_remat.policies.nothing import is_new, note_first
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
@@ -115,7 +117,9 @@ class OpRecorder:
         unread, waiting = results.unread, self._departures.waiting
         note_ordinary, note_view = self._storages.note_ordinary, self._storages.note_view
 
-        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                return op(*args, **kwargs)
             keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
                 return self._watch_odd(op, args, kwargs)
@@ -297,11 +301,19 @@ class OpRecorder:
         entry.barred |= {place}
         entry.saved -= {place}
 
-    def check_matched(self) -> None:
-        """Raise `PolicyError` if an entry of the policy has matched nothing."""
+    def check_matched(self, policy: OpPolicy, code: Hashable) -> None:
+        """Raise `PolicyError` if an entry of the policy has matched nothing; warn, once, if all of it selects nothing.
+
+        Args:
+            policy: The policy.
+            code: What identifies the region's function.
+        """
         error = self._decider.unmatched(names_of(self._entries))
         if error is not None:
             raise PolicyError(error.what, region=self._owner.region.name, tensor=error.tensor, remedy=error.remedy)
+        if is_new(policy, code) and (ops := [entry for entry in self._entries if entry.kind != CALL]):
+            names, selects = [entry.effects.name for entry in ops], any(entry.saved for entry in self._entries)
+            note_first(policy, code, self._owner.region.name, names, selects)
 
     # The end.
 

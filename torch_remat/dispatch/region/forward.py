@@ -20,11 +20,14 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from torch_remat._compat import (
+    OF_TRACES,
     CompiledCode,
     graph_task,
+    is_transformed,
     keep_from_compiler,
     node_number,
     sequence_number,
+    untraced,
 )
 from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
@@ -45,15 +48,19 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
+from torch_remat.errors import warn
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
     """Run a function as a checkpointed region and return its output."""
+    if is_transformed():
+        return run_transformed(function, args, kwargs, options)
     parent, budget = current_mode(), keeping.get()
     if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
         return run(function, args, kwargs)
@@ -101,6 +108,25 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return output
 
 
+def run_transformed(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> Any:
+    """Run a function as it is, and warn once in this process: a transform's tensors do not live till backward."""
+    if not _warned:
+        _warned.append(True)
+        name = options.region_name or default_name(function)
+        warn(
+            f"{name}: a transform of torch.func, or forward-mode differentiation, runs around this region, so it is a "
+            "plain call and keeps its activations, as does every other region there; gradients are right. Take "
+            "gradients by backward() or torch.autograd.grad to have them recomputed."
+        )
+    return function(*args, **kwargs)
+
+
+_warned: list[bool] = []  # that a region under a transform is a plain call
+
+
+@untraced
 def _reach(region: ref[Region], _grad_outputs: object) -> None:
     if (reached := region()) is not None:
         reached.reach()
@@ -162,7 +188,7 @@ class Recording(RematMode):
             path.end = None
 
     @keep_from_compiler
-    def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor]:
+    def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor | torch.Tensor]:
         """Return the pack hook: a closure, since it runs for each saved tensor.
 
         It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
@@ -173,9 +199,11 @@ class Recording(RematMode):
         entries, layouts = tape.saved, tape.layouts
         saved, note = entries.append, self._note
 
-        def pack(tensor: torch.Tensor) -> Holder | Anchor:
+        def pack(tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
             ops = self.ops
             if ops is not None and (ops.packs or ops.expected is not None):
+                if type(tensor) in OF_TRACES and not region.traced:
+                    return tensor
                 pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
                 if (held := pack_by_op(tensor)) is not None:
                     return held
@@ -221,9 +249,11 @@ class Recording(RematMode):
 
         return pack
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
+        """Do what the pack hook does, for any tensor that is not saved by a SAVE op; one of a trace is not ours."""
         region = self.region
+        if type(tensor) in OF_TRACES and not region.traced:
+            return tensor
         place = len(region.tape.saved)
         inputs = region.inputs
         owner, layout = tensor._base, None

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import (
+    OF_TRACES,
     PYTREE_NAMESPACE,
     SavedTensorHooks,
     adopt_pytree_node,
@@ -64,6 +65,7 @@ class RegionInputs:
     _inside: Collection[int] = ()  # the leaves that the region itself has changed, and replay would change again
     _written: Collection[int] = ()  # the leaves that it has changed where replay leaves that out
     _made: Collection[int] | None = None  # the leaves with a `grad_fn`, if something looks at that
+    traced = False  # whether one of them is of a trace
     given: Sequence[Any] = ()
     others: Sequence[Any] = ()
     bases: Collection[int] = frozenset()
@@ -84,6 +86,8 @@ class RegionInputs:
             if type(leaf) is not Tensor:
                 if not isinstance(leaf, Tensor):
                     continue
+                if type(leaf) in OF_TRACES:
+                    self.traced = True
                 if is_parameter(leaf):
                     self._tensors.append((index, None, leaf._version))
                     continue

@@ -26,9 +26,10 @@ from torch_remat._compat import (
     sequence_number,
     top_saved_tensors_hooks,
     torch_function_is_on,
+    trace_runs,
     with_torch_function,
 )
-from torch_remat.dispatch.ambient import RngState, capture_ambient
+from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.check.compare import differs_at
 from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Other, ResidentRef, read
@@ -210,6 +211,7 @@ class Region:
     values: Values | None = None  # of the determinism check, while forward takes them
     versions: Sequence[int] = ()  # of its parameters at the end of forward
     finished = False  # whether forward is over
+    traced = False  # whether the region itself is part of a trace, whose tensors are its own then
     filling = False  # whether a replay runs
     end_number = -1  # where autograd stood when forward ended
     last_number = -1  # of the autograd nodes that lead to its outputs, if something asked for them
@@ -250,8 +252,10 @@ class Region:
         self.hooks = hooks
         if is_part and hooks is not None and hooks[1] in (read, unpack):
             self.hooks = own_hooks(self.name)
-        self.ambient = capture_ambient()
+        self.ambient: Ambient | None = capture_ambient()
         self.modes = count_of_modes()
+        if inputs.traced or (self.modes and trace_runs()):
+            self.traced = True
         self.tape = Tape()
         self.first_number = sequence_number()  # of the autograd nodes that it makes
         self.scope = scope.get()
@@ -300,6 +304,13 @@ class Region:
         """
         if self.finished:
             return
+        if trace_runs(of_values=True) and not self.traced:
+            self.refuse(
+                "make_fx traces a gradient of this region's tensors, and would take those that backward reads for "
+                "constants",
+                op or None,
+                'Pass make_fx tracing_mode="fake" or "symbolic", or trace outside the region.',
+            )
         if op and (self.recorder is None or self.recorder.running() != op):
             self.refuse("a gradient is taken through this call before the region's forward ends", op)
         if self.inputs is not None and self.inputs.is_left_by_gradient(self._variables):
@@ -383,7 +394,7 @@ class Region:
         self.parameters = ()
         if self.tape.records or self.tape.calls or self.tape.inner:
             self.tape.forget_slots()
-        self.inputs = self.function = self.hooks = self.rng = self.replay_context = None
+        self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None
         self.outside = None
 
 
@@ -392,3 +403,4 @@ class OpenRegion(Region):
 
     function: Callable[..., Any]
     inputs: RegionInputs
+    ambient: Ambient

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import (
+    OF_TRACES,
     CompiledCode,
     count_of_modes,
     detached,
@@ -261,7 +262,9 @@ class Filling(Replaying):
         return pack
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
-        """Do what the pack hook does, for any tensor."""
+        """Do what the pack hook does, for any tensor; one of a trace is not ours, as in forward."""
+        if type(tensor) in OF_TRACES and not self.region.traced:
+            return tensor
         position = self.position
         self.position = position + 1
         if self.ops is not None and self.ops.suppressed.pending:

@@ -1,0 +1,60 @@
+"""A policy that selects nothing in a region: said once, with what it may have been meant to select.
+
+In: a policy, and the ops of a region's forward. Kept: by policy and code of the region, whether the first forward had
+something for it. Out: a warning, and a line for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from difflib import get_close_matches
+from itertools import chain
+
+from torch_remat.errors import warn
+from torch_remat.policies.kinds import OpPolicy
+
+_SELECTS: dict[Hashable, bool] = {}
+_SHOWN = 6  # names of ops
+
+
+def is_new(policy: OpPolicy, code: Hashable) -> bool:
+    """Whether a policy that is to select something has its first forward in a region with this code."""
+    return policy.expects_ops and (policy.parts(), code) not in _SELECTS
+
+
+def note_first(policy: OpPolicy, code: Hashable, region: str, ran: Sequence[str], selects: bool) -> None:
+    """Note whether a policy has selected something in a first forward, and warn if not.
+
+    Args:
+        policy: The policy.
+        code: What identifies the region's code.
+        region: The region's name.
+        ran: The names of its ops.
+        selects: Whether the policy has selected one.
+    """
+    _SELECTS[policy.parts(), code] = selects
+    if not selects:
+        warn(f"{region}: the policy {policy!r} selected nothing, so all is recomputed. {_near(policy, ran)}")
+
+
+def selects_nothing(policy: OpPolicy | None, code: Hashable) -> bool:
+    """Whether that has been noted."""
+    return policy is not None and policy.expects_ops and not _SELECTS.get((policy.parts(), code), True)
+
+
+def forget_first_forwards() -> None:
+    """Forget what was noted; for tests, whose functions have one code and many meanings."""
+    _SELECTS.clear()
+
+
+def _near(policy: OpPolicy, ran: Sequence[str]) -> str:
+    if "attention" in repr(policy) and any("softmax" in name for name in ran):
+        return (
+            "Attention ran as products and a softmax here, as it does with dropout on a CPU. Keep it as one call, "
+            "remat.op(attention, 'attention')(x), or by name, remat.save_names('self_attn.*')."
+        )
+    names = list(dict.fromkeys(ran))
+    found = (get_close_matches(op, names, n=_SHOWN, cutoff=0.4) for op in policy.op_names())
+    near = list(dict.fromkeys(chain.from_iterable(found))) or names
+    shown = ", ".join(near[:_SHOWN]) + (", ..." if len(near) > _SHOWN else "")
+    return f"Ops that ran here: {shown}. remat.list_names(function)(*args) shows all by name."
