@@ -9,7 +9,6 @@ import torch
 
 import torch_remat as remat
 from torch_remat._compat import accelerator_type
-from torch_remat.dispatch.ambient import seeds_of_regions
 from torch_remat.policies.nothing import forget_first_forwards
 
 
@@ -59,7 +58,6 @@ def _clean_state():
 
     torch.manual_seed(0)
     forget_first_forwards()
-    seeds_of_regions.clear()
     yield
     assert_clean_state()
     assert not remat.is_recomputing()

@@ -139,8 +139,8 @@ MUTANTS = (
     ),
     Mutant(
         "replay does not stop early", "gradients", "dispatch/region/replay.py",
-        "if not is_last or count_of_modes() or not self._tail_is_tiny():",
-        "if False:",
+        "self._unfilled_number == sequence_number():\n            return\n        self.stop()",
+        "self._unfilled_number == sequence_number():\n            return",
     ),
     Mutant(
         "mark of outputs without a gradient lost", "gradients", "dispatch/call/handle.py",
@@ -206,8 +206,8 @@ MUTANTS = (
     ),
     Mutant(
         "argument of a call kept twice", "bytes", "dispatch/call/recorder.py",
-        "if (knows_args and self._elide(call, tensor, owner, holder)) or (",
-        "if (",
+        "if knows_args and self._elide(call, tensor, owner, holder):",
+        "if False:",
     ),
     Mutant(
         "result of a call that replay passes not kept", "bytes", "dispatch/call/ending.py",
@@ -237,8 +237,8 @@ MUTANTS = (
     ),
     Mutant(
         "function kept after backward", "lifetimes", "dispatch/region/region.py",
-        "self.inputs = self.function = self.hooks = self.rng = self.replay_context = None",
-        "self.inputs = self.hooks = self.rng = self.replay_context = None",
+        "self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None",
+        "self.inputs = self.hooks = self.rng = self.replay_context = self.ambient = None",
     ),
     Mutant(
         "kept results kept after backward", "lifetimes", "dispatch/region/region.py",
@@ -597,11 +597,6 @@ MUTANTS = (
         "two threads replay one region", "nesting", "dispatch/region/region.py",
         "        self.lock = RLock()",
         '        self.lock = __import__("contextlib").nullcontext()',
-    ),
-    Mutant(
-        "inner calls not compared", "nesting", "dispatch/check/compare.py",
-        "        if self._replay is not None and not self._replay.over:\n",
-        "        if False:\n",
     ),
     # Exceptions.
     Mutant(

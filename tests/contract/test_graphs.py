@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -81,21 +79,6 @@ def test_early_stop_skips_what_comes_after_the_last_saved_tensor():
             torch.autograd.backward(y, torch.ones_like(y))
         assert function.total == 2
         assert ops.counts["mm"] == 4 + matmuls  # two for each matmul's backward, the rest is replay
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_replay_runs_a_few_tiny_ops_after_the_last_saved_tensor_rather_than_stop(watched):
-    ends = []
-
-    def block(x, w):
-        y = (x @ w).sin() @ w
-        ends.append(remat.is_recomputing())
-        return y
-
-    y = checkpointed(block)(leaf(3, 3), leaf(3, 3))
-    with CountOps() if watched else contextlib.nullcontext():
-        torch.autograd.backward(y, torch.ones_like(y))
-    assert ends == ([False] if watched else [False, True])  # what watches is to see the same ops in both phases
 
 
 RRELUS = {

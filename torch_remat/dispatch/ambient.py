@@ -206,25 +206,9 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 def _may_have_drawn(start: torch.Tensor, end: torch.Tensor) -> bool:
     """Whether a region with these states at its start and its end may have drawn.
 
-    A region that sets the seed may draw and yet end as it began: the second one of two layers that seed alike. So a
-    seed that a region has set counts from then on. One that the program had set before, too, is not recognized.
+    One that sets the seed, draws, and ends as it began is not recognized.
     """
-    if _equal(start, end):
-        return bool(seeds_of_regions) and _seed_of(end) in seeds_of_regions
-    if _memcmp(start.data_ptr(), end.data_ptr(), _SEED_BYTES):
-        if len(seeds_of_regions) >= _MOST_SEEDS:
-            seeds_of_regions.clear()
-        seeds_of_regions.add(_seed_of(end))
-    return True
-
-
-def _seed_of(state: torch.Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), _SEED_BYTES)
-
-
-_SEED_BYTES = 8  # a generator's state begins with its seed, on the CPU and on CUDA
-_MOST_SEEDS = 1000  # that are remembered
-seeds_of_regions: set[bytes] = set()  # the seeds that regions have set
+    return not _equal(start, end)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -32,10 +32,6 @@ from torch_remat._compat import OF_TRACES, SavedTensorHooks, detached, graph_exe
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.options import Options
 from torch_remat.errors import MutationError
-from torch_remat.policies.decision import CheckpointPolicy
-
-# Of an op of an inner region name, policy, and how many tensors the enclosing region had saved when it began.
-InnerOp = tuple[str, CheckpointPolicy, int]
 
 
 class InputsLike(Protocol):
@@ -66,11 +62,9 @@ class TapeLike(Protocol):
     """What lower rooms ask of a region's tape; see `region.region.Tape`.
 
     Attributes:
-        inner: The ops of inner regions, in the order in which they began.
         others: What was saved and not made; see `region.region.Tape`.
     """
 
-    inner: list[InnerOp] | tuple[()]
     others: list[Other]
 
     @property

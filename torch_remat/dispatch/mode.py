@@ -88,6 +88,9 @@ class Ops(Protocol):
     def skips(self) -> bool:
         """Whether a call runs that replay skips."""
 
+    def is_native(self) -> bool:
+        """Whether a native region runs."""
+
     def passes_over(self) -> bool:
         """Whether code runs to which the replay of the region does not come."""
 
@@ -286,12 +289,11 @@ class Replaying(RematMode):
         stopped: Whether `StopReplay` was raised: what user code runs from there on counts for nothing.
         over: Whether it takes no more tensors.
         position: The place of the next tensor to be saved.
-        inner_next: That of the next op of an inner region.
     """
 
     replaying = True
     stopped = over = False
-    position = inner_next = 0
+    position = 0
 
     @abstractmethod
     def replay(self) -> None:
@@ -302,8 +304,8 @@ class Replaying(RematMode):
         """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
     @abstractmethod
-    def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
-        """Give a skipped holder its value; unless it is an input, the region may still modify it."""
+    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
+        """Give a holder its value that waits for an argument of its call."""
 
     @abstractmethod
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:

@@ -281,12 +281,12 @@ class Answerer:
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
-    def fill_waiting(self, call: Call, given: Sequence[Any], is_input: bool = True) -> None:
-        """Give the holders their values that wait for the arguments and variables of a call, or for its outputs."""
+    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+        """Give the holders their values that wait for the arguments and variables of a call."""
         for elided in call.waiting:
-            self._fill(elided, given[elided.place] if elided.place < len(given) else None, is_input)
+            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
 
-    def _fill(self, elided: Elided, source: Any, is_input: bool) -> None:
+    def _fill(self, elided: Elided, source: Any) -> None:
         known, _, view, _ = elided
         holder = known()
         if holder is None or holder.value is not None:
@@ -299,12 +299,12 @@ class Answerer:
         else:
             value = elided.value(source) if isinstance(source, Tensor) else None
         if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
-            self.replay.fail(other_source(self.region, holder, source, is_input))
+            self.replay.fail(other_source(self.region, holder, source))
         if not loaded:
             owner = source if source._base is None else source._base
             if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
                 self.replay.explain(holder, value, owner, parameter_behind(owner))
-        self.replay.fill_elided(holder, value, is_input)
+        self.replay.fill_elided(holder, value)
 
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an argument, or what saved writes have left where a placeholder of this region stands.
@@ -364,6 +364,10 @@ class Answerer:
         """Whether a native region runs whose ops are answered, or a call that runs whole."""
         return self.native is not None or self.whole is not None
 
+    def is_native(self) -> bool:
+        """Whether a native region runs, or runs whole."""
+        return self.native is not None or (self.whole is not None and self.whole.answers is not None)
+
     def passes_over(self) -> bool:
         """Whether a call runs whole, in which the log has no names."""
         return self.whole is not None and self.whole.answers is None
@@ -381,10 +385,6 @@ class Answerer:
     def may_fill(self) -> bool:
         """Whether the op that saves a tensor may be about to fill it; where ops are watched, its place decides."""
         return self.ops is None or self.ops.may_fill()
-
-    def ends_soon(self) -> bool:
-        """Whether, under a policy and without calls, few ops are to come, which compute results and do no more."""
-        return not self._calls and self.ops is not None and self.ops.ends_soon()
 
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""

@@ -182,9 +182,6 @@ class Log(Protocol):
     def region(self) -> RegionLike:
         """The region."""
 
-    def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
-        """Know the outputs of a RECOMPUTE handle."""
-
     def note_readers(self, tensors: Iterable[Any]) -> None:
         """Note what a handle reads that replay runs."""
 
@@ -214,8 +211,8 @@ class Replay(Loading, Protocol):
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an input, what was kept in place of a placeholder."""
 
-    def fill_waiting(self, call: Call, given: Sequence[Any], is_input: bool = True) -> None:
-        """Fill the holders that wait for the inputs, or the outputs, of a call."""
+    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+        """Fill the holders that wait for the inputs of a call."""
 
     def come_to(self, call: Call) -> None:
         """Come to a saved call."""
@@ -265,7 +262,6 @@ class ForwardOp(RematHandle):
         else:
             outs = self._end(outs)
         self.ops.opened = self.outer
-        self.ops.know_recomputed(self.call, outs)
         return outs if as_tuple or len(outs) > 1 else outs[0]
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -435,8 +431,6 @@ class ReplayOp(RematHandle):
         if not 0 <= self._step < 3:
             raise self._out_of_order(3)
         self._step = 3
-        if self.call.waiting and self.call.policy is _RECOMPUTE:
-            self.ops.fill_waiting(self.call, outs, False)
         return outs if as_tuple or len(outs) > 1 else outs[0]
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from sys import _getframe
-from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -43,7 +42,6 @@ from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_built
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.native import RunningNative
 from torch_remat.dispatch.call.result import identity_of
-from torch_remat.dispatch.check.compare import Around
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     NOBODY,
@@ -61,7 +59,7 @@ from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import UNCOUNTED, Elided, Slot, placement_in, slot_for, version_of
+from torch_remat.dispatch.log.slot import Elided, Slot, placement_in, slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
@@ -138,10 +136,7 @@ class Recorder:
         self.runs: list[Running] = []
         self.changes: dict[int, int] = {}
         self.unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
-        self._around: Around | None = None
         self.has_handles = False
-        # By storage, the outputs of RECOMPUTE handles, each with its place and its version at the end of the body.
-        self._recomputed: dict[int, tuple[Call, int, ref[Tensor], int]] = {}
         # By storage, the outputs of handles that are views of what they were given, or that itself.
         self._views: dict[int, list[tuple[Call, int]]] = {}
 
@@ -155,6 +150,10 @@ class Recorder:
     def skips(self) -> bool:
         """Whether a call runs that replay skips."""
         return self.calling is not None
+
+    def is_native(self) -> bool:
+        """Whether a native region runs."""
+        return type(self.calling) is RunningNative
 
     def running(self) -> str | None:
         """Return the name of the call that runs now; None outside of calls."""
@@ -256,9 +255,7 @@ class Recorder:
                     return elided
         holder = self.holder_for(call.name, name, tensor)
         knows_args = self.calling is not None or len(self.known_args) > 0
-        if (knows_args and self._elide(call, tensor, owner, holder)) or (
-            self._recomputed and self._elide_recomputed(tensor, owner, holder)
-        ):
+        if knows_args and self._elide(call, tensor, owner, holder):
             holder.resident, holder.value = False, tensor
             region.tape.elided.append(ref(holder))
             if region.values is not None:
@@ -318,29 +315,6 @@ class Recorder:
         _note_origin(holder, origin, self.region.first_number)
         if maker is not None:
             self.needed.append((key_of(tensor), len(self.entries)))
-        return True
-
-    def know_recomputed(self, call: Call, outs: Sequence[Tensor]) -> None:
-        """Know the outputs of a RECOMPUTE handle, which replay recomputes: handles may save them."""
-        for place, out in enumerate(outs):
-            if type(out) is Tensor and out.layout is strided:
-                version = UNCOUNTED if out.is_inference() else out._version
-                self._recomputed[storage_key(out)] = call, place, ref(out), version
-
-    def _elide_recomputed(self, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
-        """Let replay take a saved tensor from the output of a RECOMPUTE handle; return whether it can."""
-        known = self._recomputed.get(key := key_of(tensor))
-        if known is None or self.calling is not None or self.has_policy or self.region.hooks is not None:
-            return False
-        call, place, weak, version = known
-        source = weak()
-        if source is None or source._base is not None or version_of(tensor) != version or type(tensor) is not Tensor:
-            return False
-        if self.region.inputs.shares(owner) or key in self.storages.writers or key in self._views:
-            return False  # replay may not have it
-        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
-        holder.producer = NoneType  # what a handle's body makes has no `grad_fn`
-        holder.origin = None
         return True
 
     def pack_expected(self, tensor: Tensor) -> Holder | Anchor | None:
@@ -412,7 +386,7 @@ class Recorder:
         self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
 
     def note_call(self, call: Call) -> None:
-        """Note what has a name, which must be a new one; also in the enclosing regions."""
+        """Note what has a name, which must be a new one."""
         calls = self.region.tape.records
         if call.name in calls:
             raise UsageError(
@@ -423,10 +397,6 @@ class Recorder:
             )
         calls[call.name] = call
         call.saved_before = len(self.region.tape.saved)
-        if self.mode.parent is not None:
-            if self._around is None:
-                self._around = Around(self.mode)
-            self._around.note(call)
 
     def run(
         self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
@@ -678,7 +648,7 @@ class Recorder:
             if self.region.outside is not None and calling is None:
                 op.before = self.region.outside.states()
         tape = self.region.tape
-        if name in tape.records or self.mode.parent is not None:
+        if name in tape.records:
             self.note_call(call)
         else:  # what it does, for the usual op
             tape.records[name] = call
@@ -775,9 +745,8 @@ class Recorder:
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
-        self.opened = self._around = self.calling = None
+        self.opened = self.calling = None
         self.runs = []
-        self._recomputed.clear()
         for call in self.entries:
             if type(call) is Call and call.outputs:
                 call.outputs, call.alive = (), ()

@@ -29,18 +29,15 @@ from torch_remat.dispatch.holder import (
     CHANGED,
     UNKNOWN_LAYOUT,
     Holder,
-    InnerOp,
     Layout,
     OpHolder,
     RegionLike,
-    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
 )
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import parts_of
-from torch_remat.dispatch.mode import RematMode, Replaying
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
@@ -103,12 +100,11 @@ def another_op(
     return mismatched(region, what, SAME_ORDER, op=name)
 
 
-def other_source(region: RegionLike, holder: OpHolder, tensor: Any, is_input: bool) -> MismatchError:
-    """Return the error about a SAVE op's input, or another op's output, of which the op saved a view in forward."""
-    verb = "gets" if is_input else "that made it returns"
+def other_source(region: RegionLike, holder: OpHolder, tensor: Any) -> MismatchError:
+    """Return the error about a SAVE op's input of which the op saved a view in forward."""
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
     found += f" in replay{at_user_line()}, from which that tensor cannot be taken"
-    return differs_at(region, holder, f"forward saved {described(holder)} here, but the op {verb} {found}")
+    return differs_at(region, holder, f"forward saved {described(holder)} here, but the op gets {found}")
 
 
 def another_parameter(
@@ -297,65 +293,3 @@ def lies_otherwise(
     )
     what = f"forward saved {forward} here, but replay saved {replay}{at_user_line()}"
     return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
-
-
-class Around:
-    """The regions that enclose one whose forward runs, as far as they care about its ops."""
-
-    __slots__ = ("_name", "_replay", "_tapes")
-
-    def __init__(self, mode: RematMode) -> None:
-        self._name: str = mode.region.name
-        self._tapes: list[TapeLike] = []
-        self._replay: Replaying | None = None
-        around = mode.parent
-        while around is not None:
-            comes_here = around.ops is None or not around.ops.passes_over()
-            if isinstance(around, Replaying):
-                self._replay = around if comes_here else None
-                break
-            if comes_here:
-                self._tapes.append(around.region.tape)
-            around = around.parent
-
-    def note(self, record: Call) -> None:
-        """Tell the enclosing regions of an op that begins; one that is replayed may end with an error."""
-        for tape in self._tapes:
-            if not tape.inner:
-                tape.inner = []
-            tape.inner.append((record.name, record.policy, len(tape.saved)))
-        if self._replay is not None and not self._replay.over:
-            self._compare(self._replay, (record.name, record.policy, self._replay.position))
-
-    def _compare(self, replay: Replaying, op: InnerOp) -> None:
-        noted, at = replay.region.tape.inner, replay.inner_next
-        expected: InnerOp | None = noted[at] if at < len(noted) else None
-        if expected == op:
-            replay.inner_next = at + 1
-        else:
-            name, policy, place = op
-            what = f"the replay of the enclosing region {replay.region.name!r} runs this op{at_user_line()}"
-            if expected is None:
-                what += ", but forward did not"
-            elif expected[:2] == op[:2]:
-                what += f" after {place} saved tensors, but forward after {expected[2]}"
-            elif expected[0] == name:
-                what += f" with policy {policy.name}, but forward with {expected[1].name}"
-            else:
-                what += f", but forward ran {expected[0]!r}"
-            error = mismatched(replay.region, what, SAME_ORDER, op=name)
-            error.region = self._name
-            replay.fail(error)
-
-
-def check_all_came(replay: Replaying) -> None:
-    """Check, where a replay went to its function's end, that no op of an inner region is missing.
-
-    Raises:
-        MismatchError: One is.
-    """
-    region = replay.region
-    if replay.inner_next < len(region.tape.inner):
-        name = region.tape.inner[replay.inner_next][0]
-        what = f"forward ran this op, but the replay of the enclosing region {region.name!r} did not"
-        raise mismatched(region, what, SAME_ORDER, op=name)

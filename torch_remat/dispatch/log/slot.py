@@ -8,14 +8,13 @@ tensor, for one replay, or an error if it was modified in place since.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
-from torch_remat.dispatch.placeholder import Packed, Placeholder, new_tuple
+from torch_remat.dispatch.placeholder import Placeholder, new_tuple
 from torch_remat.errors import MutationError
 from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
@@ -215,39 +214,3 @@ def _laid_out(tensor: torch.Tensor, like: Placement) -> torch.Tensor | None:
     with torch.no_grad():
         made = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
         return made.copy_(tensor)
-
-
-class Own(NamedTuple):
-    """A kept tensor, and its version counter when it was kept."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-def own_hooks(region: str) -> SavedTensorHooks:
-    """Return hooks by which a region that runs in a native region keeps tensors as they are.
-
-    In the replay around it the ops of such a region have no values, so that it could not keep the same tensors again.
-    Only its inputs go through the hooks around the native region.
-
-    Args:
-        region: Its name.
-    """
-    return _pack, partial(_unpack, region)
-
-
-def _pack(tensor: torch.Tensor) -> Own | Packed:
-    return Packed.of(tensor) if isinstance(tensor, Placeholder) else Own(tensor.detach(), tensor._version)
-
-
-def _unpack(region: str, kept: Own | Packed) -> torch.Tensor:
-    if type(kept) is Packed:
-        return kept()
-    tensor, version = kept  # type: ignore[misc]
-    if tensor._version != version:
-        raise MutationError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was kept",
-            region=region,
-            remedy="Use the out-of-place form of the op that modifies it, or modify it after backward.",
-        )
-    return tensor

@@ -69,10 +69,12 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if isinstance(parent, Recording) and parent.region.inputs is not None:
         parent.region.inputs.note_histories()
     if parent is not None and parent.ops is not None:
+        if parent.ops.is_native():
+            return function(*args, **kwargs)  # a plain call, which the native region keeps
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    region = Region(function, args, kwargs, options, Filling, is_part)
+    region = Region(function, args, kwargs, options, Filling)
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.begin(region)
     mode = Recording(region)

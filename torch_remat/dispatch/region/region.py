@@ -32,13 +32,11 @@ from torch_remat._compat import (
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.check.compare import differs_at
 from torch_remat.dispatch.check.values import Values
-from torch_remat.dispatch.holder import Holder, InnerOp, Layout, OpHolder, Other, ResidentRef, read
+from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef
 from torch_remat.dispatch.log.entry import Call
-from torch_remat.dispatch.log.slot import own_hooks
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
-from torch_remat.dispatch.placeholder import unpack
 from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
@@ -71,7 +69,6 @@ class Tape:
         elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables.
         holders: Weak references to the holders of all that has a name, for reports.
         records: The calls by name, in order.
-        inner: The ops of inner regions, in the order in which they began.
         others: Of what it saved and did not make, under hooks of others, and of what inner regions did, in order:
             weak references to holder and tensor, and the tensor's version.
         calls: The entries of the log.
@@ -83,7 +80,6 @@ class Tape:
         "calls",
         "elided",
         "holders",
-        "inner",
         "layouts",
         "others",
         "records",
@@ -98,7 +94,6 @@ class Tape:
         self.elided: list[ref[OpHolder]] = []
         self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Call] = {}
-        self.inner: list[InnerOp] | tuple[()] = ()
         self.others: list[Other] = []
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
@@ -150,7 +145,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = self.inner = self.roots = ()
+        self.calls = self.roots = ()
         for call in self.records.values():
             if call.kept or call.drawn is not None or call.answers is not None:  # of most handles nothing is
                 call.forget()
@@ -205,7 +200,6 @@ class Region:
         kwargs: Its keyword arguments.
         options: What the user chose.
         replay: Makes what fills a region's empty holders, up to a place on its tape, by its method `replay`.
-        is_part: Whether it runs in a native region that replay skips; see `own_hooks`.
     """
 
     values: Values | None = None  # of the determinism check, while forward takes them
@@ -230,7 +224,6 @@ class Region:
         kwargs: Mapping[str, Any],
         options: Options,
         replay: Callable[[Region, int], Replaying],
-        is_part: bool = False,
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
@@ -250,8 +243,6 @@ class Region:
                 reached.generators += [other for other in inputs.others if isinstance(other, torch.Generator)]
             self.rng = RngState(reached.generators)
         self.hooks = hooks
-        if is_part and hooks is not None and hooks[1] in (read, unpack):
-            self.hooks = own_hooks(self.name)
         self.ambient: Ambient | None = capture_ambient()
         self.modes = count_of_modes()
         if inputs.traced or (self.modes and trace_runs()):
@@ -392,7 +383,7 @@ class Region:
         function = self.function  # of which no more than a name stays: it may own tensors
         self._past_name = function.__qualname__ if type(function) is FunctionType else default_name(function)
         self.parameters = ()
-        if self.tape.records or self.tape.calls or self.tape.inner:
+        if self.tape.records or self.tape.calls:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None
         self.outside = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -29,7 +28,6 @@ from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.check.compare import (
     another_parameter,
-    check_all_came,
     is_same_leaf,
     lies_otherwise,
     modified_since,
@@ -77,7 +75,6 @@ class Filling(Replaying):
     _error: Exception | None = None
     _values: Values | None = None
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
-    _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _others_next = 0  # the place of the next tensor that inner regions save and have not made
@@ -134,7 +131,6 @@ class Filling(Replaying):
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
-                self._first_number = sequence_number()
                 self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -392,7 +388,7 @@ class Filling(Replaying):
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
-        self.position = self.inner_next = self._others_next = 0
+        self.position = self._others_next = 0
         self._unfilled_number = -1
         if self._values is not None:
             self._values.forget()
@@ -415,32 +411,7 @@ class Filling(Replaying):
     def _stop_at(self, position: int) -> None:
         if position != self._last or self._waiting or self._unfilled_number == sequence_number():
             return
-        is_last = position == self._limit - 1
-        if self.ops is None:
-            if not is_last or count_of_modes() or not self._tail_is_tiny():
-                self.stop()
-        elif is_last and count_of_modes() == 1 and self._tail_is_tiny() and self.ops.ends_soon():
-            self._end()
-        else:
-            self.stop()
-
-    def _tail_is_tiny(self) -> bool:
-        """Whether so little follows the last save that to stop here by an exception would take longer.
-
-        A dispatch mode is to see the same in both phases.
-        """
-        region = self.region
-        if not 0 <= region.end_number - region.first_number - sequence_number() + self._first_number <= TINY_NODES:
-            return False
-        kind: type = NoneType  # of the node that made the last saved tensor
-        for entry in self._saved[-LAST_SAVED:]:
-            holder = entry() if type(entry) is ref else None
-            saved = entry if holder is None else holder.value
-            if holder is not None:
-                kind = holder.producer
-            if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.nbytes > SMALL_BYTES):
-                return False
-        return kind is not NoneType
+        self.stop()
 
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on anyway."""
@@ -465,11 +436,11 @@ class Filling(Replaying):
         if (ops := self.ops_now()) is not None:
             ops.note_loaded(tensor)
 
-    def fill_elided(self, holder: Holder, value: torch.Tensor, is_input: bool) -> None:
-        """Give a skipped holder its value; unless it is an input, the region may still modify it."""
+    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
+        """Give a holder its value that waits for an argument of its call."""
         self._fill(holder, value)
         self._waiting -= 1
-        if is_input and not self._waiting and self.position > self._last:
+        if not self._waiting and self.position > self._last:
             self.stop()
 
     def stop_if_filled(self) -> None:
@@ -540,8 +511,6 @@ class Filling(Replaying):
         region = self.region
         if self.ops is not None:
             self.ops.check_passed(self._last) if self.over else self.ops.finish()
-        if region.tape.inner and not self.over:
-            check_all_came(self)
         # Where nothing is skipped, what replay came to is filled.
         if (self.ops is not None or self.position <= self._last_empty) and (empty := region.tape.empty()):
             raise saved_otherwise(region, self.position, empty[0])
@@ -550,7 +519,3 @@ class Filling(Replaying):
 
 
 _REPLAY = Filling.replay.__code__
-# Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
-TINY_NODES = 2
-LAST_SAVED = 4
-SMALL_BYTES = 4096
