@@ -75,6 +75,8 @@ class RegionNotes:
 class Notes(Observer, TorchDispatchMode):
     """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, alternatives: bool) -> None:
         super().__init__()
         self.regions: dict[int, RegionNotes] = {}

@@ -11,6 +11,7 @@ there is a placeholder. A tensor that it saves but did not make is saved as outs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import optree
@@ -19,13 +20,23 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import Handler, count_of_modes, in_autocast, keep_from_compiler, storage_key
+from torch_remat._compat import Handler, as_written, count_of_modes, in_autocast, keep_from_compiler, storage_key
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
 from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
+from torch_remat.dispatch.log.meta import (
+    Meta,
+    Raised,
+    described,
+    described_higher,
+    key_of,
+    keys_of,
+    leaves_of_result,
+    tensors_in,
+    unboxed,
+)
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.mode import Replaying
@@ -117,16 +128,19 @@ class RunningNative(Running):
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
         changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
         entry.outside = self._note_writes(changed)
+        given = unboxed(args) if effects.higher else args
         try:
             result = op(*args, **kwargs)
         except Exception as error:
             self._note_raised(entry, error)
             raise
+        if effects.higher:
+            args, self.call.higher = given, True
         if ops.departures.waiting:
             ops.departures.send()
         self.answers.append(entry)
         self._note(entry, args, kwargs, result)
-        if effects.namespace != "aten" and not changed:  # it may return what it has changed without a word
+        if effects.foreign and not changed:  # it may return what it has changed without a word
             self._note_writes(entry.changed_arguments(args, kwargs))
         return result
 
@@ -151,7 +165,11 @@ class RunningNative(Running):
         effects = entry.effects
         given = list(tensors_in(args, kwargs))
         self._has_complex = self._has_complex or any(tensor.is_complex() for tensor in tensors_in((*given, result), {}))
-        entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
+        if effects.higher:
+            result, entry.form = leaves_of_result(result)
+            entry.results = described_higher(result, given)
+        else:
+            entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
         keys = {key for tensor in given for key in keys_of(tensor)}
         self._reads |= keys.difference(self.makers)
         is_view = effects.view and type(args[0]) in (Tensor, Parameter) and entry.op is not LIFT
@@ -267,8 +285,11 @@ def replay_native(
     ops.expect(call.answers, call.name)
     outer, answerer.ops = answerer.ops, ops
     answerer.native = call
+    # What a higher-order op compiles for itself the compiler cannot trace with placeholders; the op is answered anyway.
+    context = as_written() if call.higher else nullcontext()
     try:
-        result = replay.watched(ops.answer, function, args, kwargs)
+        with context:
+            result = replay.watched(ops.answer, function, args, kwargs)
     except BaseException as error:
         if type(call.results) is Raised and not replay.over and not is_of_placeholders(error):
             _end(answerer, call, ops)

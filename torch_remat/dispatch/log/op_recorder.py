@@ -34,8 +34,11 @@ from torch_remat.dispatch.log.meta import (
     Raised,
     dense_layout,
     described,
+    described_higher,
     layout_of,
+    leaves_of_result,
     tensors_in,
+    unboxed,
 )
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.results import Results
@@ -89,10 +92,12 @@ class OpRecorder:
         path: Gives the path of the module whose code runs in a frame.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
+        higher: Those of higher-order ops, each with its place in the log.
     """
 
     def __init__(self, owner: Log, decider: Decider, path: ModulePath) -> None:
         self.random: list[Entry] = []
+        self.higher: list[tuple[int, Entry]] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
         self._departures = owner.departures
@@ -188,6 +193,8 @@ class OpRecorder:
             if effects.cast:
                 self._storages.note_foreign(result)
             return result
+        if effects.higher:
+            self.compiled_code.note_seen(op)
         if self._owner.is_in_skipped_body():
             return op(*args, **kwargs)
         if self._results.unread:
@@ -199,11 +206,16 @@ class OpRecorder:
         if counts is not None:
             entry.path = path = self.path.of(_getframe(2))
             entry.count = counts[path] = counts.get(path, -1) + 1
+        given = unboxed(args) if effects.higher else args
         try:
-            result = op(*args, **kwargs)
+            returned = result = op(*args, **kwargs)
         except Exception as error:
             self._note_raised(entry, error)
             raise
+        if effects.higher:
+            args = given
+            result, entry.form = leaves_of_result(returned)
+            self.higher.append((len(self._entries), entry))
         if self._departures.waiting:
             self._departures.send()
         if before is not None:
@@ -212,7 +224,7 @@ class OpRecorder:
             self._note_odd(entry, args, kwargs, result)
         opened = self._owner.opened
         entry.always = opened is not None and opened.is_running()
-        context = OpContext(result, None if counts is None else entry)
+        context = OpContext(returned, None if counts is None else entry)
         self._decide(entry, self._decider.decide(context, op, args, kwargs))
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
         if entry.saved:
@@ -229,7 +241,7 @@ class OpRecorder:
             if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
                 self._results.unread.append(writer[0])
         self._entries.append(entry)
-        return result
+        return returned
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:
         entry.kind = ODD
@@ -239,7 +251,10 @@ class OpRecorder:
     def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         entry.kind = ODD
         given = () if entry.effects.namespace == "aten" else list(tensors_in(args, kwargs))
-        entry.results = described(result, args[0] if args else None, given)
+        if entry.effects.higher:
+            entry.results = described_higher(result, given)
+        else:
+            entry.results = described(result, args[0] if args else None, given)
         self._storages.note(entry, args, kwargs, result)
 
     def _decide(self, entry: Entry, said: Sequence[Decision]) -> None:
