@@ -20,8 +20,7 @@ import optree
 import torch
 import torch.utils.checkpoint
 from torch._higher_order_ops import utils as _of_higher_order_ops
-from torch._ops import HigherOrderOperator as HigherOrderOperator  # the types of what torch.ops gives; no public place
-from torch._ops import OperatorBase as OperatorBase  # has them
+from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor

@@ -206,7 +206,7 @@ class Call(Entry):
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
             runs it whole if it has others there, which the region makes.
         must_run: Whether it also modified what replay has put back to be modified anew.
-        higher: Whether a higher-order op ran in it, if it is a native region.
+        higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
     """
 

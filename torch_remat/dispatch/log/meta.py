@@ -134,7 +134,7 @@ def described_higher(result: Any, given: Sequence[torch.Tensor]) -> Any:
         meta: Any = described(leaf, None, given)
         if type(meta) is Meta and (key := key_of(leaf)) in keys and given[place := keys.index(key)].dtype is leaf.dtype:
             shape, stride, offset = meta.geometry
-            geometry = shape, stride, offset - given[place].storage_offset()
+            geometry: Geometry = shape, stride, offset - int(given[place].storage_offset())
             meta = GivenView(place, meta._replace(geometry=geometry))
         found.append(meta)
     return found if leaves is result else found[0]
@@ -155,7 +155,7 @@ def leaves_of_result(result: Any) -> tuple[Any, Any]:
 def view_of(given: torch.Tensor, meta: Meta) -> torch.Tensor:
     """Return a view of an argument, or a placeholder for one; see `GivenView`."""
     shape, stride, offset = meta.geometry
-    offset += given.storage_offset()  # type: ignore[assignment]
+    offset += int(given.storage_offset())
     if isinstance(given, Placeholder):
         return placeholder_at((shape, stride, offset), meta.dtype, meta.device, given.source, meta.lazy)
     return given.as_strided(shape, stride, offset)

@@ -6,7 +6,7 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from torch_remat.dispatch.log.entry import (
     names_of,
 )
 from torch_remat.dispatch.log.meta import (
+    USUAL,
     Raised,
     dense_layout,
     described,
@@ -77,6 +78,9 @@ class Log(Protocol):
     def rng_now(self) -> RngState | None:
         """Return the present state of the region's generators; None where nobody cares."""
 
+    def note_readers(self, tensors: Iterable[Any]) -> None:
+        """Note that replay reads tensors here."""
+
 
 class Opened(Protocol):
     """What the ops ask of a handle that has not ended; see `call.handle.ForwardOp`."""
@@ -122,6 +126,7 @@ class OpRecorder:
 
         def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                owner.note_readers([tensor for tensor in tensors_in(args, kwargs) if type(tensor) in USUAL])
                 return op(*args, **kwargs)
             keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
