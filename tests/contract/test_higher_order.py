@@ -264,3 +264,35 @@ def test_compiled_code_that_torch_wraps_is_kept(monkeypatch):
         assert_same(expected, torch.autograd.grad(y.sum(), [x, weight]))
         assert len(runs) == count, policy
     hop._dispatch_cache.clear()
+
+
+@pytest.mark.parametrize("policy", [[MM], [MM, torch.ops.aten.sin], "kernel"])
+def test_kernel_that_writes_its_arguments_is_equal(monkeypatch, policy):
+    """A kernel of Triton, of which nothing says what it writes; here its op runs PyTorch instead."""
+    kernel = torch.ops.higher_order.triton_kernel_wrapper_mutation
+
+    def write(x, out):
+        out.copy_(x * 2)
+
+    key = next(key for key in kernel.py_kernels if key.name == "CompositeExplicitAutograd")
+    monkeypatch.setitem(kernel.py_kernels, key, lambda **given: write(**given["kwargs"]))
+    kernel._dispatch_cache.clear()
+
+    def double(x):
+        out = torch.empty_like(x)
+        with torch.no_grad():
+            kernel(kernel_idx=0, constant_args_idx=0, grid=[], tma_descriptor_metadata={}, kwargs={"x": x, "out": out})
+        return out
+
+    weight, x = leaf(8, 8), leaf(4, 8)
+
+    def block(x):
+        h = (x @ weight).sin()
+        return (double(h) * h) @ weight
+
+    expected = torch.autograd.grad(block(x).sum(), [x, weight])
+    region = checkpointed(block, policy=[kernel] if policy == "kernel" else policy)
+    assert_same(expected, torch.autograd.grad(region(x).sum(), [x, weight]))
+    native = checkpointed(lambda x: remat.native_save_region("all", block, x) * 1)
+    assert_same(expected, torch.autograd.grad(native(x).sum(), [x, weight]))
+    kernel._dispatch_cache.clear()
