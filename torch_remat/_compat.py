@@ -363,7 +363,7 @@ Handler = Callable[[Any, Any, Sequence[type], Sequence[Any], Mapping[str, Any]],
 
 
 # Whether a higher-order op compiles a function of its own, or runs what it compiled: eager ``flex_attention`` and
-# ``cond`` do, and fail, there or later, if a mode keeps them from it. Releases before 2.12 do not tell.
+# ``cond`` do, and fail, there or later, if a mode keeps them from it. Torch 2.10 does not tell.
 _in_hop_compile: Callable[[], bool] = getattr(_of_higher_order_ops, "_in_hop_compile", lambda: False)
 
 
