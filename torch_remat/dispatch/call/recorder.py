@@ -525,6 +525,7 @@ class Recorder:
         self.calling = running
         before = None if of_torch or self.region.outside is None else self.region.outside.states()
         drawn = None if self.watch is None else self.watch.drawn_so_far()
+        compiled = None if self.watch is None else self.watch.compiled_code.so_far()
         try:
             if not (opaque or is_whole):
                 result = self.mode.watched(running.watch, function, args, kwargs)
@@ -543,6 +544,8 @@ class Recorder:
             raise
         finally:
             self.calling = None
+            if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
+                self.watch.compiled_code.forget_since(compiled)
             self.skipped.append((running.first, running.last))
             if not of_torch:
                 running.let_go()
