@@ -20,6 +20,7 @@ import optree
 import torch
 import torch.overrides
 import torch.utils.checkpoint
+from torch._higher_order_ops import utils as _of_higher_order_ops
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -382,6 +383,11 @@ def untraced(function: F) -> F:
 Handler = Callable[[Any, Any, Sequence[type], Sequence[Any], Mapping[str, Any]], Any]
 
 
+# Whether a higher-order op compiles a function of its own, or runs what it compiled: eager ``flex_attention`` and
+# ``cond`` do, and fail, there or later, if a mode keeps them from it. Torch 2.10 does not tell.
+_in_hop_compile: Callable[[], bool] = getattr(_of_higher_order_ops, "_in_hop_compile", lambda: False)
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode whose handler the compiler leaves alone, without the Python functions that torch wraps it in.
 
@@ -393,12 +399,18 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return _set_strategy is None
 
+    # Higher-order ops come to the handler as all others do; without this each is a NotImplementedError of torch's.
+    supports_higher_order_operators = True
+
     # Whether compiled code runs compiled under this mode. Torch asks when the mode goes on the stack.
     lets_compiled_code_run = False
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Answer torch, which asks modes and not their classes."""
-        return self.lets_compiled_code_run
+        """Answer torch, which asks modes and not their classes.
+
+        What a higher-order op compiles for itself is no code of the user's: its ops come to the mode.
+        """
+        return self.lets_compiled_code_run or _in_hop_compile()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -450,6 +462,9 @@ def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None
         modules.set_is_in_mode_without_ignore_compile_internals(before[2])
 
 
+# What ``torch.compile`` makes of a graph with the option ``wrap_inductor_compiled_regions``; earlier releases lack it.
+_COMPILED_CODE = getattr(torch._higher_order_ops, "inductor_compiled_code", None)
+
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
 # code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
 _count_frames: Callable[[int], int] | None
@@ -495,6 +510,7 @@ class CompiledCode:
 
     is_noticed = _count_frames is not None
     ran = False
+    _seen = 0
 
     def __enter__(self) -> None:
         if _count_frames is not None:
@@ -502,9 +518,23 @@ class CompiledCode:
 
     def __exit__(self, *_: object) -> None:
         if _count_frames is not None:
-            self.ran = _count_frames(0) > max(self._before, 0)
+            self.ran = _count_frames(0) - self._seen > max(self._before, 0)
             if self._before < 0:
                 _count_frames(-1)
+
+    def note_seen(self, op: Any) -> None:
+        """Do not count the compiled function that runs now if it is all of a higher-order op, which a mode has seen."""
+        if _in_hop_compile() or op is _COMPILED_CODE:
+            self._seen += 1
+
+    def so_far(self) -> int:
+        """Return how many functions ran compiled so far."""
+        return 0 if _count_frames is None else _count_frames(0)
+
+    def forget_since(self, count: int) -> None:
+        """Do not count what has run compiled since ``so_far`` returned a number."""
+        if _count_frames is not None:
+            self._seen += _count_frames(0) - count
 
 
 def is_compiled(function: Any) -> bool:

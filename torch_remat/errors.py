@@ -269,6 +269,6 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_of_a_user(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE)):
+    if frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE, "<eval_with_key>")):  # code that torch has written
         return False
     return str(frame.f_globals.get("__name__")).partition(".")[0] not in sys.stdlib_module_names

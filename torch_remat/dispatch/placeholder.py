@@ -295,8 +295,13 @@ def _first_of(arguments: list[Any]) -> Placeholder:
 _DATA_ACCESS = frozenset((
     "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_",
 ))  # fmt: skip
-# How torch's C++ code refuses missing data.
-TORCH_SAYS = ("Cannot access data pointer", "not supported for tensor subclasses", "its data is not allocated")
+# How torch's C++ code refuses missing data, and its higher-order ops a subclass that they do not know.
+TORCH_SAYS = (
+    "Cannot access data pointer",
+    "not supported for tensor subclasses",
+    "its data is not allocated",
+    "no rule registered for HOP",
+)
 
 
 def is_of_placeholders(error: BaseException) -> bool:

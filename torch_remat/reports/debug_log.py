@@ -69,11 +69,12 @@ OPS = OpLog()
 def _run_and_log(
     log: list[LoggedOp], _mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    given: Any = (args, kwargs)
+    text = _tensors(given)  # before it runs: compiled code empties the list that it gets
     result = op(*args, **kwargs)
     # The hooks of checkpointing detach tensors, not equally often in both phases.
     if len(log) < MAX_OPS and op is not torch.ops.aten.detach.default:
-        given: Any = (args, kwargs)
-        log.append(LoggedOp(f"{op}({_tensors(given)}) -> {_tensors(result)}", *user_line()))
+        log.append(LoggedOp(f"{op}({text}) -> {_tensors(result)}", *user_line()))
     return result
 
 

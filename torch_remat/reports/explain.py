@@ -75,6 +75,8 @@ class RegionNotes:
 class Notes(Observer, TorchDispatchMode):
     """Takes notes of all regions whose forward this thread runs outside of replays, by their serial numbers."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, alternatives: bool) -> None:
         super().__init__()
         self.regions: dict[int, RegionNotes] = {}
@@ -166,10 +168,14 @@ class Notes(Observer, TorchDispatchMode):
         kwargs = kwargs or {}
         running = self._running[get_ident()]
         given = list(tensors_in((args, kwargs))) if running else []
-        if op.is_view or not running or any(map(is_placeholder, given)):
+        schema = getattr(op, "_schema", None)  # a higher-order op has none
+        if getattr(op, "is_view", False) or not running or any(map(is_placeholder, given)):
             return op(*args, **kwargs)
         steps = self._steps_of(str(op), given)
-        names = {one.name: value for one, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+        arguments = [f"argument {place}" for place in range(len(args))]
+        if schema is not None:
+            arguments = [one.name for one in schema.arguments]
+        names = dict(zip(arguments, args, strict=False)) | dict(kwargs)
         numbers = {
             name: self._look_at("", value).number for name, value in names.items() if isinstance(value, torch.Tensor)
         }

@@ -223,8 +223,6 @@ def _numbers(ranks: Sequence[int]) -> str:
 class _Listing(DispatchMode):
     """Notes each collective before it runs."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, calls: Collectives, file: TextIO | None) -> None:
         super().__init__()
         self._rows = calls._rows

@@ -127,6 +127,9 @@ class Log(Protocol):
     def note_returned(self, call: Call, leaf: torch.Tensor) -> None:
         """Note a tensor that a call returned and has not made."""
 
+    def note_reader(self, tensor: torch.Tensor) -> None:
+        """Note that replay reads a tensor here."""
+
     def note_writes(self, running: Running) -> None:
         """Note what a call modified that was there before it."""
 

@@ -179,6 +179,8 @@ class _Ending:
                 call.always = True
         if log.watch is not None and log.watch.compiled_code.ran:
             roots += self._read_by_compiled_code()
+        if log.watch is not None:  # what a higher-order op compiles for itself, or is, cannot take placeholders
+            roots += [(key, at) for at, entry in log.watch.higher for key in entry.reads]
         roots += log.needed
         return roots + self._passed()
 
@@ -200,7 +202,7 @@ class _Ending:
         """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
         roots = []
         for at, entry in enumerate(self._log.entries):
-            if isinstance(entry, Call):
+            if isinstance(entry, Call) or entry.effects.higher:
                 roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
             else:
                 entry.always = True

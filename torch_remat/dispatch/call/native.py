@@ -10,7 +10,8 @@ there is a placeholder. A tensor that it saves but did not make is saved as outs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import optree
@@ -19,15 +20,35 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from torch_remat._compat import Handler, count_of_modes, in_autocast, keep_from_compiler, storage_key
+from torch_remat._compat import (
+    Handler,
+    as_written,
+    count_of_modes,
+    in_autocast,
+    keep_from_compiler,
+    storage_key,
+    without_dispatch_modes,
+)
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
 from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import Meta, Raised, described, key_of, keys_of, tensors_in
+from torch_remat.dispatch.log.meta import (
+    USUAL,
+    Meta,
+    Raised,
+    described,
+    described_higher,
+    key_of,
+    keys_of,
+    leaves_of_result,
+    tensors_in,
+    unboxed,
+)
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
+from torch_remat.dispatch.log.slot import placement_in, slot_for
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.reach import tensors_of
@@ -56,6 +77,7 @@ class RunningNative(Running):
         self._reads: set[int] = set()
         self._has_complex = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
         self._draws = False  # whether an op may have drawn random numbers
+        self._read: list[tuple[Entry, int, Tensor]] = []  # what higher-order ops read: who made it, as which result
 
     @property
     @keep_from_compiler
@@ -66,6 +88,7 @@ class RunningNative(Running):
 
         def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                self._note_read(tensor for tensor in tensors_in(args, kwargs) if type(tensor) in USUAL)
                 return op(*args, **kwargs)
             make = entry_of(op)
             kind = make.kind
@@ -117,18 +140,43 @@ class RunningNative(Running):
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
         changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
         entry.outside = self._note_writes(changed)
+        given = unboxed(args) if effects.higher else args
         try:
             result = op(*args, **kwargs)
         except Exception as error:
             self._note_raised(entry, error)
             raise
+        if effects.higher:
+            args = given
+            self._note_read(tensors_in(args, kwargs))
         if ops.departures.waiting:
             ops.departures.send()
         self.answers.append(entry)
         self._note(entry, args, kwargs, result)
-        if effects.namespace != "aten" and not changed:  # it may return what it has changed without a word
+        if effects.foreign and not changed:  # it may return what it has changed without a word
             self._note_writes(entry.changed_arguments(args, kwargs))
         return result
+
+    def _note_read(self, tensors: Iterable[Tensor]) -> None:
+        """Let replay have what a higher-order op reads, or a trace for one, which placeholders would break."""
+        for tensor in tensors:
+            maker = self.makers.get(key_of(tensor))
+            if maker is None:
+                self.ops.note_reader(tensor)
+            elif not tensor._version and not isinstance(maker[0], Call) and type(maker[0].meta(maker[1])) is Meta:
+                self._read.append((*maker, tensor))
+            else:  # modified in place, say: it is a placeholder in replay, and the code runs as it is written
+                self.call.higher = True
+
+    def _keep_read(self) -> None:
+        """Keep what higher-order ops have read."""
+        ops, call = self.ops, self.call
+        for entry, place, tensor in self._read:
+            if place not in entry.kept:
+                with without_dispatch_modes(), torch.no_grad():
+                    made = placement_in(entry.meta(place)).seen_in(tensor.detach())
+                slot = slot_for(ops.region.hooks, ops.departures, call.name, entry.label(place), made, call.policy)
+                entry.kept = {**entry.kept, place: slot}
 
     def _note_writes(self, changed: Sequence[Tensor]) -> list[StorageWeakRef]:
         """Note what an op modifies that was there before the region; return its storages."""
@@ -151,7 +199,11 @@ class RunningNative(Running):
         effects = entry.effects
         given = list(tensors_in(args, kwargs))
         self._has_complex = self._has_complex or any(tensor.is_complex() for tensor in tensors_in((*given, result), {}))
-        entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
+        if effects.higher:
+            result, entry.form = leaves_of_result(result)
+            entry.results = described_higher(result, given)
+        else:
+            entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
         # No op has made the memory of Python values, which may be that of a result that is gone.
         keys = set() if entry.op is LIFT else {key for tensor in given for key in keys_of(tensor)}
         self._reads |= keys.difference(self.makers)
@@ -194,6 +246,8 @@ class RunningNative(Running):
         self.watch_end(self._draws)
         call.answers = self.answers
         call.reads = list(map(self.ops.storages.read_as, self._reads))
+        if self._read:
+            self._keep_read()
         if (
             type(result) is Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
@@ -242,6 +296,7 @@ class RunningNative(Running):
         """Let go of what only the run needs."""
         super().let_go()
         self.makers = {}
+        self._read.clear()
 
 
 class Replay(Loading, Protocol):
@@ -266,8 +321,11 @@ def replay_native(
     ops.expect(call.answers, call.name)
     outer, answerer.ops = answerer.ops, ops
     answerer.native = call
+    # With placeholders the compiler cannot trace what a higher-order op compiles for itself.
+    context = as_written() if call.higher else nullcontext()
     try:
-        result = replay.watched(ops.answer, function, args, kwargs)
+        with context:
+            result = replay.watched(ops.answer, function, args, kwargs)
     except BaseException as error:
         if type(call.results) is Raised and not replay.over and not is_of_placeholders(error):
             _end(answerer, call, ops)

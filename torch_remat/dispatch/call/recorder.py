@@ -429,6 +429,7 @@ class Recorder:
         self.calling = running
         before = None if of_torch or self.region.outside is None else self.region.outside.states()
         drawn = None if self.watch is None else self.watch.drawn_so_far()
+        compiled = None if self.watch is None else self.watch.compiled_code.so_far()
         try:
             if not (opaque or is_whole):
                 result = self.mode.watched(running.watch, function, args, kwargs)
@@ -448,6 +449,8 @@ class Recorder:
         finally:
             self.calling = None
             call.saved_after = len(self.region.tape.saved)
+            if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
+                self.watch.compiled_code.forget_since(compiled)
             if not of_torch:
                 running.let_go()
                 self.runs.append(running)

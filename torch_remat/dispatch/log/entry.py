@@ -13,11 +13,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import optree
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import in_autocast, kernel_of
-from torch_remat.dispatch.log.meta import Given, Meta, Raised, WrapperMeta, has_placeholder, tensors_in
+from torch_remat.dispatch.log.meta import (
+    Given,
+    GivenView,
+    Meta,
+    Raised,
+    WrapperMeta,
+    has_placeholder,
+    tensors_in,
+    view_of,
+)
 from torch_remat.dispatch.log.schema import LIFT, UNKNOWN, Effects, argument, effects_of
 from torch_remat.dispatch.placeholder import Placeholder, reshape
 from torch_remat.policies.decision import CheckpointPolicy
@@ -52,6 +62,7 @@ class Entry:
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         listed: Whether there are lists of tensors among its arguments, though it is of a kind.
+        form: The tree that a higher-order op returned, of which `results` are the leaves; None if these are all.
         version: The version counter of a tensor created outside the region before the op gave it another shape.
         early: The storages created outside the region that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
@@ -84,6 +95,7 @@ class Entry:
     reads: Sequence[int] = ()
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     listed = False
+    form: Any = None
     version: int | None = None
     early: Sequence[StorageWeakRef] = ()
     writes: Sequence[int] = ()
@@ -140,7 +152,7 @@ class Entry:
     def changed_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tensors that it writes, also those that it returns without a word in its schema."""
         found = written_arguments(self.effects, args, kwargs) if self.effects.written else []
-        if self.effects.namespace != "aten" and (places := _given_in(self.results)):
+        if self.effects.foreign and (places := _given_in(self.results)):
             given = list(tensors_in(args, kwargs))
             found += [given[place] for place in places if not any(given[place] is tensor for tensor in found)]
         return found
@@ -195,6 +207,7 @@ class Call(Entry):
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
             runs it whole if it has others there, which the region makes.
         must_run: Whether it also modified what replay has put back to be modified anew.
+        higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
     """
 
@@ -218,7 +231,7 @@ class Call(Entry):
     views: Sequence[int] = ()
     shown: frozenset[int] = NOTHING
     number = 0
-    opaque = touched = must_run = False
+    opaque = touched = must_run = higher = False
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
@@ -315,6 +328,8 @@ def answered(
         else _of_base(base, _answered_item(item, place, given, make))
         for place, item in enumerate(results)
     ]
+    if entry.form is not None:
+        return optree.tree_unflatten(entry.form, made)
     return made if len(effects.returned) == 1 else tuple(made)
 
 
@@ -343,6 +358,8 @@ def _answered_item(
         return make(place, item)
     if type(item) is Given:
         return given[item.place]
+    if type(item) is GivenView:
+        return view_of(given[item.place], item.meta)
     if type(item) is list:
         return [_answered_item(inner, place, given, make) for inner in item]
     return item

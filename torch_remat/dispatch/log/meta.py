@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor, strided
 from torch.nn import Parameter
@@ -93,6 +94,18 @@ class Given(NamedTuple):
     place: int
 
 
+class GivenView(NamedTuple):
+    """A result that shares the memory of an argument: compiled code returns such views to save them for backward.
+
+    Attributes:
+        place: Which of the tensors among the arguments it is.
+        meta: The result; its place in the storage is counted from that of the argument.
+    """
+
+    place: int
+    meta: Meta
+
+
 class Raised(NamedTuple):
     """What an op raised instead of returning; made anew in replay, since a traceback would keep frames alive."""
 
@@ -110,6 +123,47 @@ def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> An
     if type(result) in (tuple, list):
         return [described(item, first, given) for item in result]
     return without_work(result)
+
+
+def described_higher(result: Any, given: Sequence[torch.Tensor]) -> Any:
+    """Return what replay must know of a higher-order op's result, which may have views of any tensor given to it."""
+    leaves = result if isinstance(result, (tuple, list)) else (result,)
+    keys = [key_of(tensor) if type(tensor) in _DENSE else None for tensor in given]
+    found = []
+    for leaf in leaves:
+        meta: Any = described(leaf, None, given)
+        if type(meta) is Meta and (key := key_of(leaf)) in keys and given[place := keys.index(key)].dtype is leaf.dtype:
+            shape, stride, offset = meta.geometry
+            geometry: Geometry = shape, stride, offset - int(given[place].storage_offset())
+            meta = GivenView(place, meta._replace(geometry=geometry))
+        found.append(meta)
+    return found if leaves is result else found[0]
+
+
+def leaves_of_result(result: Any) -> tuple[Any, Any]:
+    """Return what a higher-order op returned as a tensor or a flat sequence, and its form, if it had one."""
+    if type(result) is not tuple:
+        is_flat = result is None or isinstance(result, torch.Tensor)
+    else:
+        is_flat = not any(isinstance(item, (tuple, list, dict)) for item in result)
+    if is_flat:
+        return result, None
+    leaves, form = optree.tree_flatten(result)
+    return leaves, form
+
+
+def view_of(given: torch.Tensor, meta: Meta) -> torch.Tensor:
+    """Return a view of an argument, or a placeholder for one; see `GivenView`."""
+    shape, stride, offset = meta.geometry
+    offset += int(given.storage_offset())
+    if isinstance(given, Placeholder):
+        return placeholder_at((shape, stride, offset), meta.dtype, meta.device, given.source, meta.lazy)
+    return given.as_strided(shape, stride, offset)
+
+
+def unboxed(args: Sequence[Any]) -> Sequence[Any]:
+    """Return an op's arguments with a copy of each list among them: compiled code empties the list that it gets."""
+    return [list(arg) if type(arg) is list else arg for arg in args]
 
 
 def _described_tensor(tensor: torch.Tensor, first: Any, given: Sequence[torch.Tensor] = ()) -> Any:
@@ -196,6 +250,8 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch
                     yield item
                 elif isinstance(item, (list, tuple)):  # of collectives
                     yield from tensors_in(item, {})
+        elif type(arg) is dict:  # of higher-order ops
+            yield from tensors_in((), arg)
 
 
 def without_lists(args: Sequence[Any]) -> list[Any]:

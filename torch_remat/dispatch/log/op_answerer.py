@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 
 from torch_remat._compat import Handler, count_of_modes, keep_from_compiler
@@ -219,9 +220,11 @@ class OpAnswerer:
             return result
         if isinstance(result, torch.Tensor):
             return self._value(entry, 0, entry.kept[0])
-        made = list(result)
+        made = list(result if entry.form is None else optree.tree_leaves(result))
         for place, slot in entry.kept.items():
             made[place] = self._value(entry, place, slot)
+        if entry.form is not None:
+            return optree.tree_unflatten(entry.form, made)
         return made if isinstance(result, list) else tuple(made)
 
     def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -291,6 +294,8 @@ def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tenso
     """
     loaded: dict[int, torch.Tensor] = {}
     for entry in entries:
+        if isinstance(entry, Call) and entry.answers:
+            loaded |= loaded_slots(region, entry.answers)
         for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
             loaded[id(slot)] = slot.load(region, entry.group, entry.label(max(place, 0)))
     return loaded

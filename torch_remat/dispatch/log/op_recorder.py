@@ -6,7 +6,7 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
@@ -32,11 +32,15 @@ from torch_remat.dispatch.log.entry import (
     names_of,
 )
 from torch_remat.dispatch.log.meta import (
+    USUAL,
     Raised,
     dense_layout,
     described,
+    described_higher,
     layout_of,
+    leaves_of_result,
     tensors_in,
+    unboxed,
 )
 from torch_remat.dispatch.log.needs import Needs, find_needs
 from torch_remat.dispatch.log.results import Results
@@ -76,6 +80,9 @@ class Log(Protocol):
     def rng_now(self) -> RngState | None:
         """Return the present state of the region's generators; None where nobody cares."""
 
+    def note_readers(self, tensors: Iterable[Any]) -> None:
+        """Note that replay reads tensors here."""
+
 
 class Opened(Protocol):
     """What the ops ask of a handle that has not ended; see `call.handle.ForwardOp`."""
@@ -91,10 +98,12 @@ class OpRecorder:
         path: Gives the path of the module whose code runs in a frame.
         compiled_code: Notes whether compiled code runs, whose ops are not seen.
         random: The entries of ops that may have drawn random numbers.
+        higher: Those of higher-order ops, each with its place in the log.
     """
 
     def __init__(self, owner: Log, decider: Decider, path: ModulePath) -> None:
         self.random: list[Entry] = []
+        self.higher: list[tuple[int, Entry]] = []
         self.compiled_code = CompiledCode()
         self._owner = owner
         self._departures = owner.departures
@@ -119,6 +128,7 @@ class OpRecorder:
 
         def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
+                owner.note_readers([tensor for tensor in tensors_in(args, kwargs) if type(tensor) in USUAL])
                 return op(*args, **kwargs)
             keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
             if not kind or unread or waiting or owner.opened is not None:
@@ -190,6 +200,8 @@ class OpRecorder:
             if effects.cast:
                 self._storages.note_foreign(result)
             return result
+        if effects.higher:
+            self.compiled_code.note_seen(op)
         if self._owner.is_in_skipped_body():
             return op(*args, **kwargs)
         if self._results.unread:
@@ -201,11 +213,16 @@ class OpRecorder:
         if counts is not None:
             entry.path = path = self.path.of(_getframe(2))
             entry.count = counts[path] = counts.get(path, -1) + 1
+        given = unboxed(args) if effects.higher else args
         try:
-            result = op(*args, **kwargs)
+            returned = result = op(*args, **kwargs)
         except Exception as error:
             self._note_raised(entry, error)
             raise
+        if effects.higher:
+            args = given
+            result, entry.form = leaves_of_result(returned)
+            self.higher.append((len(self._entries), entry))
         if self._departures.waiting:
             self._departures.send()
         if before is not None:
@@ -214,7 +231,7 @@ class OpRecorder:
             self._note_odd(entry, args, kwargs, result)
         opened = self._owner.opened
         entry.always = opened is not None and opened.is_running()
-        context = OpContext(result, None if counts is None else entry)
+        context = OpContext(returned, None if counts is None else entry)
         self._decide(entry, self._decider.decide(context, op, args, kwargs))
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []
         if entry.saved:
@@ -231,7 +248,7 @@ class OpRecorder:
             if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
                 self._results.unread.append(writer[0])
         self._entries.append(entry)
-        return result
+        return returned
 
     def _note_raised(self, entry: Entry, error: Exception) -> None:
         entry.kind = ODD
@@ -241,7 +258,10 @@ class OpRecorder:
     def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         entry.kind = ODD
         given = () if entry.effects.namespace == "aten" else list(tensors_in(args, kwargs))
-        entry.results = described(result, args[0] if args else None, given)
+        if entry.effects.higher:
+            entry.results = described_higher(result, given)
+        else:
+            entry.results = described(result, args[0] if args else None, given)
         self._storages.note(entry, args, kwargs, result)
 
     def _decide(self, entry: Entry, said: Sequence[Decision]) -> None:

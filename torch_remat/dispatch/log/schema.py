@@ -28,13 +28,15 @@ class Effects(NamedTuple):
         random: Whether the op may draw random numbers; of ops that are not torch's own nobody knows.
         ignored: Whether the op is part of bookkeeping, which may differ between the phases.
         namespace: The library that the op belongs to; ``aten`` for torch's own.
-        name: The op's name without its overload: ``mm``; ``lib.op`` for one that is not torch's.
+        name: The op's name without its overload: ``mm``, ``flex_attention``; ``lib.op`` for one that is not torch's.
         cast: Whether it is the cast of which autocast may have kept the result, if its tensor is a parameter.
         plain: Whether it is one of torch's own that computes new tensors and does nothing else, its tensors being
             positional arguments.
         view: Whether it is one of torch's own that returns views of its one tensor, the first argument, and does
             nothing else.
         aliases: Whether its results share the memory of an argument though its schema does not say so.
+        foreign: Whether it is neither torch's own nor a higher-order op, so that it may return what it has written.
+        higher: Whether it is a higher-order op, which has no schema.
     """
 
     viewed: Argument | None
@@ -50,7 +52,11 @@ class Effects(NamedTuple):
     plain: bool
     view: bool
     aliases: bool
+    foreign: bool = False
+    higher: bool = False
 
+
+_ALL_OF_KERNEL = (9, "kwargs")  # by name alone: this op has no positional arguments
 
 # Those of what has no schema: a higher-order op, or a body that is skipped.
 UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False, False)
@@ -82,7 +88,9 @@ def _read(op: Any) -> Effects:
     name = packet if namespace == "aten" else f"{namespace}.{packet}"
     schema = getattr(op, "_schema", None)
     if schema is None:  # a higher-order op
-        return UNKNOWN._replace(namespace=namespace, name=name)
+        # Nothing says which of its tensors a kernel of Triton writes; torch itself wraps what it must not.
+        written: tuple[Argument, ...] = (_ALL_OF_KERNEL,) if packet == "triton_kernel_wrapper_mutation" else ()
+        return UNKNOWN._replace(namespace=namespace, name=packet, written=written, higher=True)
     arguments = list(enumerate(schema.arguments))
     writes = [
         (place, value) for place, value in arguments if value.alias_info is not None and value.alias_info.is_write
@@ -117,7 +125,20 @@ def _read(op: Any) -> Effects:
     view = pure and positional and viewed is not None and viewed[0] == 0 and len(tensors) == 1 and len(returned) == 1
     aliases = name in _ALIASING
     return Effects(
-        viewed, reshapes, factory, written, returned, random, ignored, namespace, name, cast, plain, view, aliases
+        viewed,
+        reshapes,
+        factory,
+        written,
+        returned,
+        random,
+        ignored,
+        namespace,
+        name,
+        cast,
+        plain,
+        view,
+        aliases,
+        foreign,
     )
 
 

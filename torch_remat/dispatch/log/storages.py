@@ -27,6 +27,7 @@ from torch_remat.dispatch.log.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import (
     USUAL,
     Given,
+    GivenView,
     Meta,
     key_of,
     keys_of,
@@ -133,7 +134,7 @@ class Storages:
                 entry.made = ((0, reads[0]),)
         if (effects.viewed is not None and reads) or effects.reshapes:
             return
-        if effects.written or effects.namespace != "aten":
+        if effects.written or effects.foreign:
             self._note_writes(entry, args, kwargs)
         several = isinstance(result, (tuple, list))
         returned = effects.returned if not several or len(effects.returned) == len(result) else ()
@@ -144,7 +145,7 @@ class Storages:
             meta = entry.meta(place)
             if getattr(meta, "alias", False):
                 self._note_alias(item)
-            elif type(meta) is not Given and not (returned and returned[place] >= 0) and not (
+            elif type(meta) not in (Given, GivenView) and not (returned and returned[place] >= 0) and not (
                 several and len(effects.returned) == 1 and effects.returned[0] >= 0
             ):  # fmt: skip
                 made += [(place, key) for key in self._new(entry, place, item)]
