@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from sys import _getframe
+from sys import _getframe, getrefcount
 from types import NoneType
 from typing import Any
 from weakref import ref
@@ -30,6 +30,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
+from torch_remat.dispatch.check.samples import UNKNOWN_TO_PYTHON, is_carrier, last_sample, samples_of_carriers
 from torch_remat.dispatch.check.unread import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.holder import (
@@ -126,13 +127,16 @@ class Recording(RematMode):
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
         self._counters: list[torch.Tensor] = []
+        self._carriers: list[tuple[int, torch.Tensor]] | None = []  # by place; None where no values are compared
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None and region.keeper.keeps:
-            self._keep = region.keeper.keep
+            self._keep, self._carriers = region.keeper.keep, None
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = region.values = None if value_of is None else Values(value_of)
+            if check != DEFAULTS.determinism_check or not region.options.preserve_rng_state:
+                self._carriers = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -174,6 +178,7 @@ class Recording(RematMode):
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, count = tape.saved, tape.layouts, self._counters.append
         saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
+        carriers, unknown = self._carriers, UNKNOWN_TO_PYTHON + 1  # `owner` may be it, too
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -208,8 +213,11 @@ class Recording(RematMode):
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
                 return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
-            elif tensor.is_floating_point():
-                tape.buffers.add(len(entries))
+            else:
+                if tensor.is_floating_point():
+                    tape.buffers.add(len(entries))
+                if carriers is not None and getrefcount(tensor) > unknown and is_carrier(owner, room, carriers):
+                    carriers.append((len(entries), tensor))
             metadata = metadata_of(tensor)
             if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
@@ -318,10 +326,15 @@ class Recording(RematMode):
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
-        self._counters.clear()  # before the ops look for what is alive
-        self._casts.clear()
         if region.outside is not None:
             region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
+        if (carriers := self._carriers) is not None and self._counters:
+            if carriers:
+                region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
+            region.last_sample = last_sample(region.tape.saved, self._counters, carriers, region.inputs)
+            carriers.clear()
+        self._counters.clear()  # before the ops look for what is alive
+        self._casts.clear()
         if self.ops is not None:
             if keeper is None:
                 finish(self.ops, boundary)
@@ -331,6 +344,12 @@ class Recording(RematMode):
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         region.finished = True
+
+    def _is_of_region(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor without a `grad_fn` was made by an op that the log knows, or is a buffer that changed."""
+        if self.ops is not None and self.ops.storages.writer_of(tensor) is not None:
+            return True
+        return self.region.outside is not None and self.region.outside.has_changed(tensor)
 
     def _find_changed(self) -> None:
         counters = iter(self._counters)
@@ -344,6 +363,8 @@ class Recording(RematMode):
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         self._counters.clear()
         self._casts.clear()
+        if self._carriers is not None:
+            self._carriers.clear()
         self.region.inputs.end_forward()
         if self.ops is not None:
             self.ops.forget()

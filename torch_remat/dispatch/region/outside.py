@@ -240,6 +240,10 @@ class Outside:
             if noted.place.module is None or noted.start is None or noted.start.copy is None
         ]
 
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether forward has changed a tensor, as a place that the region reaches has it."""
+        return any(noted.is_changed and noted.place.tensor is tensor for noted in self._noted)
+
     def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> bool:
         """Note that replay runs a call after all: it counts as recomputed code. Return whether it changed anything."""
         changed = False

@@ -34,6 +34,7 @@ from torch_remat.dispatch.check.compare import (
     saved_otherwise,
     what_differs,
 )
+from torch_remat.dispatch.check.samples import has_other_values, other_values
 from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
@@ -54,7 +55,7 @@ from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, put_back
-from torch_remat.errors import MismatchError
+from torch_remat.errors import MismatchError, at_user_line
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.region import OpenRegion, Region
@@ -73,6 +74,7 @@ class Filling(Replaying):
     _last = _last_empty = -1
     _error: Exception | None = None
     _values: Values | None = None
+    _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
@@ -299,6 +301,9 @@ class Filling(Replaying):
                 self._give(holder, tensor, value)
             else:  # the version is that of its own value, which replay's graph need not hold twice
                 holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
+            before = self.region.samples.get(position)
+            if before is not None and has_other_values(before, tensor):
+                self._suspects = (*self._suspects, (position, at_user_line()))
         elif isinstance(entry, torch.Tensor):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
             if owner is not entry and not loaded and not is_same_leaf(entry, owner, may_change=True):
@@ -395,7 +400,7 @@ class Filling(Replaying):
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self.inner_next = 0
-        self._unfilled_number = -1
+        self._unfilled_number, self._suspects = -1, ()
         if self._values is not None:
             self._values.forget()
         last_refusal.set(None)
@@ -540,6 +545,19 @@ class Filling(Replaying):
             raise saved_otherwise(region, self.position, empty[0])
         if region.finished and not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
+        if region.last_sample is not None or self._suspects:
+            self._compare_samples(region.last_sample)
+
+    def _compare_samples(self, last: tuple[int, bytes] | None) -> None:
+        """Compare values at the end of replay; see NOTE [ Samples ]."""
+        samples = [(position, self.region.samples[position], line) for position, line in self._suspects]
+        if last is not None:
+            samples.append((*last, ""))
+        for position, before, line in samples:
+            entry = self._saved[position]
+            holder = entry() if type(entry) is ref else None
+            if holder is not None and (value := holder.value) is not None and has_other_values(before, value):
+                raise other_values(self.region, holder, before, line)
 
 
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
