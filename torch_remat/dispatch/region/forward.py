@@ -30,7 +30,14 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.check.samples import UNKNOWN_TO_PYTHON, is_carrier, last_sample, samples_of_carriers
+from torch_remat.dispatch.check.samples import (
+    UNKNOWN_TO_PYTHON,
+    is_carrier,
+    last_sample,
+    sample_of,
+    samples_of_carriers,
+    takes_samples,
+)
 from torch_remat.dispatch.check.unread import versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.holder import (
@@ -122,12 +129,15 @@ class Recording(RematMode):
     ops: Recorder | None = None
     _values: Values | None = None
     _any_version = 0
+    _sample: tuple[int, bytes | None] = (-1, None)  # of the latest saved tensor that is not held
     _keep: Callable[[Holder, ref[Holder], Tensor, Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
         self._counters: list[torch.Tensor] = []
-        self._carriers: list[tuple[int, torch.Tensor]] | None = []  # by place; None where no values are compared
+        self._carriers: list[tuple[int, torch.Tensor]] | None = None  # by place; None where no values are compared
+        if takes_samples(region.serial):
+            self._carriers = []
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None and region.keeper.keeps:
             self._keep, self._carriers = region.keeper.keep, None
@@ -224,7 +234,12 @@ class Recording(RematMode):
             if keep is None:
                 if (size := owner.nbytes) > SMALL_BYTES:
                     room -= size
-                count(owner if size <= SMALL_BYTES or room > 0 else _counter_of(owner))
+                if size <= SMALL_BYTES or room > 0:
+                    count(owner)
+                else:
+                    count(_counter_of(owner))
+                    if carriers is not None and owner is tensor and producer is not NoneType:
+                        self._sample = (len(entries), sample_of(tensor))
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -331,7 +346,7 @@ class Recording(RematMode):
         if (carriers := self._carriers) is not None and self._counters:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
-            region.last_sample = last_sample(region.tape.saved, self._counters, carriers, region.inputs)
+            region.last_sample = last_sample(region.tape.saved, self._counters, carriers, region.inputs, self._sample)
             carriers.clear()
         self._counters.clear()  # before the ops look for what is alive
         self._casts.clear()
