@@ -429,6 +429,11 @@ class Answerer:
         self._started_over_for, self._refusal = error, refusal
         return True
 
+    @property
+    def has_started_over(self) -> bool:
+        """Whether the replay has started over."""
+        return self._started_over_for is not None
+
     def _stays_skipped(self, entry: Entry) -> bool:
         """Whether an entry is a handle whose body cannot run in replay."""
         return isinstance(entry, Call) and entry.is_handle and self.region.options.policy is None

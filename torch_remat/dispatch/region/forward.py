@@ -38,7 +38,7 @@ from torch_remat.dispatch.check.samples import (
     samples_of_carriers,
     takes_samples,
 )
-from torch_remat.dispatch.check.unread import versions_of
+from torch_remat.dispatch.check.unread import flags_of, versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.holder import (
     CAST,
@@ -337,7 +337,7 @@ class Recording(RematMode):
         elif self._any_version or any(map(_version_of, self._counters)):
             self._find_changed()
         region.end_number = sequence_number()
-        region.versions = versions_of(region.parameters)
+        region.versions, region.flags = versions_of(region.parameters), flags_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)

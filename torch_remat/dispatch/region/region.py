@@ -233,6 +233,7 @@ class Region:
     samples: Mapping[int, bytes] = MappingProxyType({})  # of what forward saved, by place; see `check.samples`
     last_sample: tuple[int, bytes] | None = None
     versions: Sequence[int] = ()  # of its parameters at the end of forward
+    flags: Sequence[bool | None] = ()  # which of them require a gradient then
     finished = False  # whether forward is over
     filling = False  # whether a replay runs
     end_number = -1  # where autograd stood when forward ended
@@ -410,7 +411,12 @@ class Region:
         if self.recorder is not None and (op := self.recorder.running()) is not None:
             self.refuse("a gradient is taken inside this call, through what the region would have to recompute", op)
         if self.options.policy is not None:
-            self.refuse("a gradient is taken before the region's forward ends, through an op that is not kept", None)
+            self.refuse(
+                "a gradient is taken before the region's forward ends, and needs a tensor that forward has not kept",
+                None,
+                "Take the gradient outside the region; or call the function that takes it, such as a custom autograd "
+                'Function, by remat.op(Fn.apply, "loss") with the policy SAVE, in which nothing is recomputed.',
+            )
         with unseen(self):
             self._replay(self, last).replay()
 

@@ -35,7 +35,7 @@ from torch_remat.dispatch.check.compare import (
     what_differs,
 )
 from torch_remat.dispatch.check.samples import has_other_values, other_values
-from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters
+from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -55,7 +55,7 @@ from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, put_back
-from torch_remat.errors import MismatchError, at_user_line
+from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.region import OpenRegion, Region
@@ -116,7 +116,8 @@ class Filling(Replaying):
         region = self.region
         if (earlier := last_refusal.get()) is not None:  # of a region in the forward of which this one is replayed
             last_refusal.set(None)
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled, parameters = torch.is_grad_enabled(), region.parameters
+        flags = give_flags(parameters, region.flags) if region.finished else ()
         try:
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
@@ -141,7 +142,8 @@ class Filling(Replaying):
             except Exception as error:
                 # What user code made of a stop, or of an error of ours that passed through it, does not count.
                 if not self.over:
-                    add_note(error, region.name)
+                    self._explained(error)
+                    add_note(error, region.name, () if region.outside is None else region.outside.changes())
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
@@ -152,6 +154,8 @@ class Filling(Replaying):
             raise
         finally:
             set_grad_enabled(grad_enabled)
+            if flags:
+                give_flags(parameters, flags)
             if self._before:
                 put_back(self._before)
             if self.ops is not None:
@@ -534,7 +538,7 @@ class Filling(Replaying):
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
             raise refused
         if (refusal := self._refused()) is not None:
-            raise refusal.error()
+            raise self._explained(refusal.error())
         region = self.region
         if self.ops is not None and (self.over or region.finished):
             self.ops.check_passed(self._last) if self.over else self.ops.finish()
@@ -548,6 +552,12 @@ class Filling(Replaying):
         if region.last_sample is not None or self._suspects:
             self._compare_samples(region.last_sample)
 
+    def _explained(self, error: Exception) -> Exception:
+        """Return an error, with another remedy where a placeholder is read though everything has run."""
+        if isinstance(error, PlaceholderError) and self.ops is not None and self.ops.has_started_over:
+            error.remedy = GROWN
+        return error
+
     def _compare_samples(self, last: tuple[int, bytes] | None) -> None:
         """Compare values at the end of replay; see NOTE [ Samples ]."""
         samples = [(position, self.region.samples[position], line) for position, line in self._suspects]
@@ -560,6 +570,12 @@ class Filling(Replaying):
                 raise other_values(self.region, holder, before, line)
 
 
+# For what reads a placeholder again, after a replay that ran everything.
+GROWN = (
+    "Replay has started over and run every op and call, and a placeholder of its first start is still read: a list or "
+    "cache that outlives the region grew with each start. Clear it in the function, or keep it outside the region: "
+    "return what it is to keep."
+)
 # Of a replay that would stop before so few ops on small tensors, the exception would be the dearest part.
 TINY_NODES = 2
 LAST_SAVED = 4
