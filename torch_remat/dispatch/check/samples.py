@@ -15,7 +15,7 @@ NOTE [ Samples ]
    which no counter shows, after they were saved.
 4. All of this costs two to three percent of a small transformer layer. So it is done for the first regions of a process
    and for one in seven of the later ones, spread so that each layer of a model has its turn.
-5. Differences in the last bits are none, since some ops vary from run to run. Of accelerators' tensors nothing is read,
+5. Differences in the last bits do not count, since some ops vary from run to run. Of accelerators' tensors nothing is read,
    for which the host would have to wait.
 """
 
@@ -37,7 +37,7 @@ from torch_remat.dispatch.holder import Holder, RegionLike
 from torch_remat.errors import MismatchError
 
 SAMPLE_BYTES = 4096
-_MOST = 32  # carriers of a region
+_MOST = 16  # carriers of a region
 _FIRST = 1000  # regions of a process
 _LAST = 16  # among so many saved tensors the last one with data is looked for
 _TOLERANCE = 16  # times the precision of a dtype, relative to the largest value
@@ -107,7 +107,7 @@ def samples_of_carriers(
     Args:
         saved: What forward saved.
         carriers: The carriers, each with its place.
-        leaves_out: Whether one is none after all: the region itself has made or changed it.
+        leaves_out: Whether the region itself has made or changed one, so that it does not count.
     """
     samples: dict[int, bytes] = {}
     for place, tensor in carriers:
