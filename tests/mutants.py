@@ -528,7 +528,7 @@ MUTANTS = (
     ),
     Mutant(
         "refusal that stands forgotten", "placeholders", "dispatch/region/replay.py",
-        "        if (refusal := self._refused()) is not None:\n            raise refusal.error()",
+        "        if (refusal := self._refused()) is not None:\n            raise self._explained(refusal.error())",
         "",
     ),
     Mutant(

@@ -15,8 +15,8 @@ NOTE [ Samples ]
    which no counter shows, after they were saved.
 4. All of this costs two to three percent of a small transformer layer. So it is done for the first regions of a process
    and for one in seven of the later ones, spread so that each layer of a model has its turn.
-5. Differences in the last bits do not count, since some ops vary from run to run. Of accelerators' tensors nothing is read,
-   for which the host would have to wait.
+5. Differences in the last bits do not count, since some ops vary from run to run. Nothing is read of accelerators'
+   tensors, for which the host would have to wait.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _references_of_results() -> int:
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         torch.zeros(1, device="cpu", requires_grad=True).exp()
-    return counts[0]
+    return counts[0] + 1  # the hook has a second name for it
 
 
 UNKNOWN_TO_PYTHON = _references_of_results()
@@ -92,9 +92,11 @@ def sample_of(tensor: Tensor) -> bytes | None:
         return None
 
 
-def is_carrier(owner: Tensor, room_bytes: int, carriers: Sequence[object]) -> bool:
-    """Whether what a saved tensor is a view of may be kept until forward ends, for the sake of its values."""
-    return len(carriers) < _MOST and owner.layout is torch.strided and owner.nbytes <= max(room_bytes, SAMPLE_BYTES)
+def note_carrier(carriers: list[tuple[int, Tensor]], place: int, tensor: Tensor, room_bytes: int) -> None:
+    """Note a carrier, with its place, if what it is a view of may be kept until forward ends."""
+    owner = tensor if tensor._base is None else tensor._base
+    if len(carriers) < _MOST and owner.layout is torch.strided and owner.nbytes <= max(room_bytes, SAMPLE_BYTES):
+        carriers.append((place, tensor))
 
 
 def samples_of_carriers(

@@ -32,8 +32,8 @@ from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.check.samples import (
     UNKNOWN_TO_PYTHON,
-    is_carrier,
     last_sample,
+    note_carrier,
     sample_of,
     samples_of_carriers,
     takes_samples,
@@ -145,7 +145,8 @@ class Recording(RematMode):
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = region.values = None if value_of is None else Values(value_of)
-            if check != DEFAULTS.determinism_check or not region.options.preserve_rng_state:
+            chosen = check != DEFAULTS.determinism_check or region.options.allow_cache_entry_mutation
+            if chosen or not region.options.preserve_rng_state:
                 self._carriers = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
@@ -186,9 +187,8 @@ class Recording(RematMode):
         """
         region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
-        entries, layouts, count = tape.saved, tape.layouts, self._counters.append
-        saved, keep, room, strided = entries.append, self._keep, ROOM_BYTES, torch.strided
-        carriers, unknown = self._carriers, UNKNOWN_TO_PYTHON + 1  # `owner` may be it, too
+        entries, layouts, carriers, keep = tape.saved, tape.layouts, self._carriers, self._keep
+        saved, count, room, strided = entries.append, self._counters.append, ROOM_BYTES, torch.strided
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor:
             nonlocal room
@@ -226,20 +226,14 @@ class Recording(RematMode):
             else:
                 if tensor.is_floating_point():
                     tape.buffers.add(len(entries))
-                if carriers is not None and getrefcount(tensor) > unknown and is_carrier(owner, room, carriers):
-                    carriers.append((len(entries), tensor))
+                if carriers is not None and getrefcount(tensor) > UNKNOWN_TO_PYTHON:
+                    note_carrier(carriers, len(entries), tensor, room)
             metadata = metadata_of(tensor)
             if metadata[0] or owner.layout is not strided:
                 return self.pack(tensor)
             if keep is None:
-                if (size := owner.nbytes) > SMALL_BYTES:
-                    room -= size
-                if size <= SMALL_BYTES or room > 0:
-                    count(owner)
-                else:
-                    count(_counter_of(owner))
-                    if carriers is not None and owner is tensor and producer is not NoneType:
-                        self._sample = (len(entries), sample_of(tensor))
+                room -= size if (size := owner.nbytes) > SMALL_BYTES else 0
+                count(owner if size <= SMALL_BYTES or room > 0 else self._counter_of_large(tensor, owner, producer))
             holder = Holder()
             holder.region = region
             holder.value = holder.origin = None
@@ -251,6 +245,12 @@ class Recording(RematMode):
             return holder
 
         return pack
+
+    def _counter_of_large(self, tensor: torch.Tensor, owner: torch.Tensor, producer: type) -> torch.Tensor:
+        """Return the counter of a tensor that is not held until forward ends, and take a sample now."""
+        if self._carriers is not None and owner is tensor and producer is not NoneType:
+            self._sample = (len(self.region.tape.saved), sample_of(tensor))
+        return _counter_of(owner)
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Do what the pack hook does, for any tensor that is not saved by a SAVE op."""
