@@ -532,8 +532,23 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "last values not compared", "mismatch", "dispatch/region/replay.py",
+        "        if region.last_sample is not None or self._suspects:\n",
+        "        if self._suspects:\n",
+    ),
+    Mutant(
+        "carriers not compared", "mismatch", "dispatch/region/forward.py",
+        "            if carriers:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "replay with other flags", "gradients", "dispatch/region/replay.py",
+        "give_flags(parameters, region.flags)",
+        "()",
+    ),
+    Mutant(
         "refusal that stands forgotten", "placeholders", "dispatch/region/replay.py",
-        "        if (refusal := self._refused()) is not None:\n            raise refusal.error()",
+        "        if (refusal := self._refused()) is not None:\n            raise self._explained(refusal.error())",
         "",
     ),
     # Policies.

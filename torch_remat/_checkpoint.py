@@ -60,7 +60,8 @@ def checkpoint(
             (its globals too), and among the attributes of the modules that it runs. State is kept only if the region
             drew from it.
         determinism_check: What is compared between forward and replay for each saved tensor. ``"default"``: shape,
-            dtype, device, and which op of torch made it; ``"bitwise"``: these and a checksum of the values; a callable
+            dtype, device, and which op of torch made it, and values of a few small tensors (docs/limits.md);
+            ``"bitwise"``: these and a checksum of all values; a callable
             ``(tensor) -> value``: that value, by equality, and nothing else; ``"none"``: nothing.
         early_stop: Whether replay ends as soon as backward has all that it needs.
         debug: Whether an error about differing phases shows the ops of both, with source lines. Every op then

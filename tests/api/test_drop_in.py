@@ -283,7 +283,7 @@ def test_debug_and_its_switch_show_the_ops_of_both_phases(given):
 
 def test_options_of_drop_in_come_before_those_of_a_call():
     def function(x):
-        factor = 3.0 if remat.is_recomputing() else 2.0
+        factor = (1.0 + 1e-6) if remat.is_recomputing() else 1.0  # which changes the last bits
         return (x * factor).exp().sin()
 
     def run(checkpoint, **options):

@@ -203,21 +203,21 @@ DIFFERENCES = {
     ),
     "another parameter": (lambda x: one(x).exp(), lambda x: other(x).exp(), {"default", "bitwise", "policy"}),
     # These change a value that backward reads, and no description of one.
-    "another scalar": (lambda x: (x * 2).exp(), lambda x: (x * 3).exp(), {"bitwise"}),
+    "another scalar": (lambda x: (x * 2).exp(), lambda x: (x * 3).exp(), {"default", "bitwise", "policy"}),
     "another tensor from outside, made in the region": (
         lambda x: (x * weight.t().clone()).exp(),
         lambda x: (x * weight.clone()).exp(),
-        {"bitwise"},
+        {"default", "bitwise", "policy"},
     ),
     "other arguments in the same order of ops": (
         lambda x: (x.sin() - x.cos()).exp(),
         lambda x: (x.cos() - x.sin()).exp(),
-        {"bitwise", "policy"},
+        {"default", "bitwise", "policy"},
     ),
     "sin becomes cos before an op that saves its result": (
         lambda x: x.sin().exp(),
         lambda x: x.cos().exp(),
-        {"bitwise", "policy"},
+        {"default", "bitwise", "policy"},
     ),
     # These change nothing that backward reads: the gradients are those of forward.
     "sin becomes cos, the last op": (lambda x: x.exp().sin(), lambda x: x.exp().cos(), set()),

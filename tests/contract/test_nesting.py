@@ -118,7 +118,7 @@ def test_inner_region_that_takes_another_tensor_for_its_argument_in_replay_is_an
         h, other = x.sin(), x.cos()
         return remat.checkpoint()(lambda p: p * (other if remat.is_recomputing() else p))(h).exp()
 
-    with pytest.raises(remat.MismatchError, match="made by"):
+    with pytest.raises(remat.MismatchError, match=r"made by|other values"):
         remat.checkpoint()(outer)(leaf(4)).sum().backward()
 
 

@@ -483,8 +483,11 @@ SILENT = ("wrong: gradient", "wrong: tensor", "wrong: gradient and tensor")
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_limits(limit):
-    """Silently wrong, as docs/limits.md says; comparing values finds a wrong gradient. A right cell is no limit."""
+def test_limits(limit, monkeypatch):
+    """Silently wrong in a region of which no values are compared, as docs/limits.md says; to compare them finds a wrong
+    gradient. A right cell is no limit.
+    """
+    monkeypatch.setattr("torch_remat.dispatch.region.forward.takes_samples", lambda serial: False)
     found = {cell: verdict(cell) for cell in LIMITS[limit]}
     gone = [f"{cell}: {text}" for cell, text in found.items() if text not in SILENT]
     assert not gone, f"{len(gone)} of {len(found)} are no limit any more:\n" + "\n".join(gone)

@@ -312,8 +312,14 @@ def is_of_placeholders(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TypeError) and any(text in str(error) for text in says)
 
 
-def add_note(error: Exception, region: str) -> None:
-    """Add to an error where it was raised, and what C++ code missed: no Python hook saw it ask for data."""
+def add_note(error: Exception, region: str, changes: Sequence[str] = ()) -> None:
+    """Add to an error where it was raised, and what C++ code missed: no Python hook saw it ask for data.
+
+    Args:
+        error: The error.
+        region: The region's name.
+        changes: What is not as forward left it, as sentences.
+    """
     if not hasattr(error, "add_note"):  # Python 3.11
         return
     note = f"This was raised while region {region!r} was replayed in backward."
@@ -323,7 +329,7 @@ def add_note(error: Exception, region: str) -> None:
             "skips. Wrap the code that reads it in remat.native_save_region, move it into a custom autograd Function "
             "with remat.auto_forward, or give the op the policy RECOMPUTE."
         )
-    error.add_note(note)
+    error.add_note(" ".join([note, *(change[0].upper() + change[1:] for change in changes)]))
 
 
 def _refused(self: Placeholder, name: str, *args: Any, **kwargs: Any) -> NoReturn:

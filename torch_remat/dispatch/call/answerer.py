@@ -432,6 +432,11 @@ class Answerer:
         self._started_over_for, self._refusal = error, refusal
         return True
 
+    @property
+    def has_started_over(self) -> bool:
+        """Whether the replay has started over."""
+        return self._started_over_for is not None
+
     def _stays_skipped(self, entry: Entry) -> bool:
         """Whether an entry is a call whose results are there, or a handle whose body cannot run in replay."""
         if not isinstance(entry, Call) or entry.answers is not None:

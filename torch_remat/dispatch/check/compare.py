@@ -39,6 +39,7 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.log.meta import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
+from torch_remat.dispatch.reach import reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -111,9 +112,29 @@ def another_parameter(
     region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """Return the error about a parameter, or another tensor created outside the region, that forward did not use."""
-    used = "a tensor" if parameter is None else f"a parameter {described(parameter)}, or a view of it,"
-    what = f"forward used {used} created outside the region here, but replay used another one, {described(tensor)}"
-    return mismatched(region, f"{what}{at_user_line()}", REPLACED, place, op)
+    owner = tensor if tensor._base is None else tensor._base
+    used = "a tensor" if parameter is None else f"a {_named(region, parameter)}{described(parameter)}, or a view of it,"
+    if owner.grad_fn is not None and parameter is not None:
+        now, remedy = f"saved {described(tensor)} made by {_op_behind(type(owner.grad_fn))}", SAME_OPS
+    elif is_parameter(owner):
+        now, remedy = f"used another one, {_named(region, owner)}{described(tensor)}", REPLACED
+    else:
+        now, remedy = f"used another one, {described(tensor)}", REPLACED
+    what = f"forward used {used} created outside the region here, but replay {now}"
+    return mismatched(region, f"{what}{at_user_line()}", remedy, place, op)
+
+
+def _named(region: RegionLike, parameter: torch.Tensor) -> str:
+    """Return what an error calls a parameter, with its name if a module that the function reaches has it."""
+    kind = "parameter" if is_parameter(parameter) else "leaf"
+    inputs = region.inputs
+    if region.function is None or inputs is None:
+        return f"{kind} "
+    for module in reach(region.function, inputs.modules()).modules:
+        for name, other in module.named_parameters():
+            if other is parameter:
+                return f"{kind} {name!r}, "
+    return f"{kind} "
 
 
 def saved_otherwise(region: RegionLike, replayed: int, missing: Holder | None = None) -> MismatchError:

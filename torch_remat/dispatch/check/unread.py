@@ -177,6 +177,30 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:
 
 
 _version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
+
+
+def flags_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[bool | None]:
+    """Return which tensors require a gradient; None for a parameter that is not set."""
+    try:
+        return list(map(_requires_grad, tensors))
+    except AttributeError:
+        return [None if one is None else one.requires_grad for one in tensors]
+
+
+def give_flags(tensors: Sequence[torch.Tensor | None], flags: Sequence[bool | None]) -> Sequence[bool | None]:
+    """Let tensors require a gradient or not; return which did, or nothing where all were so.
+
+    What does not require a gradient is saved otherwise, so replay runs with the flags of forward. Those of the caller
+    are what autograd goes by when it accumulates gradients, as without checkpointing.
+    """
+    before = flags_of(tensors)
+    if before == flags:
+        return ()
+    for one, old, new in zip(tensors, before, flags, strict=False):
+        if one is not None and new is not None and old != new and one.is_leaf:
+            one.requires_grad_(new)
+    return before
 
 
 def check_parameters(region: RegionLike) -> dict[int, MakeError]:

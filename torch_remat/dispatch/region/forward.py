@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from sys import _getframe
+from sys import _getframe, getrefcount
 from types import NoneType
 from typing import Any
 from weakref import ref
@@ -31,7 +31,13 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.ending import finish
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.check.unread import versions_of
+from torch_remat.dispatch.check.samples import (
+    UNKNOWN_TO_PYTHON,
+    last_sample,
+    samples_of_carriers,
+    takes_samples,
+)
+from torch_remat.dispatch.check.unread import flags_of, versions_of
 from torch_remat.dispatch.check.values import LeftOut, Values, value_function
 from torch_remat.dispatch.holder import (
     CAST,
@@ -152,13 +158,18 @@ class Recording(RematMode):
 
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
+        # The places of tensors that Python code knows; None where no values are compared.
+        self._carriers: list[int] | None = [] if takes_samples(region.serial) else None
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
         if region.keeper is not None and region.keeper.keeps:
-            self._note = region.keeper.note
+            self._note, self._carriers = region.keeper.note, None
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
             self._values = region.values = None if value_of is None else Values(value_of)
+            chosen = check != DEFAULTS.determinism_check or region.options.allow_cache_entry_mutation
+            if chosen or not region.options.preserve_rng_state:
+                self._carriers = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -198,7 +209,7 @@ class Recording(RematMode):
         """
         region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
-        entries, layouts = tape.saved, tape.layouts
+        entries, layouts, carriers = tape.saved, tape.layouts, self._carriers
         saved, note = entries.append, self._note
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
@@ -237,8 +248,11 @@ class Recording(RematMode):
                 return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
             elif region.hooks is not None:
                 return self.pack(tensor)
-            elif tensor.is_floating_point():
-                tape.buffers.add(len(entries))
+            else:
+                if tensor.is_floating_point():
+                    tape.buffers.add(len(entries))
+                if carriers is not None and getrefcount(tensor) > UNKNOWN_TO_PYTHON:
+                    carriers.append(len(entries))
             holder = Holder()
             holder.region = region
             holder.value, holder.origin = tensor, None
@@ -334,16 +348,20 @@ class Recording(RematMode):
             raise region.misuse()  # also where user code swallowed it
         if self._values is not None:
             self._values.flush()
+        if region.outside is not None:
+            region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
+        if (carriers := self._carriers) is not None:
+            if carriers:
+                region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
+            region.last_sample = last_sample(region.tape.saved, carriers, region.inputs)
         keeper = region.keeper
         values = self._empty()
         region.end_number = sequence_number()
-        region.versions = versions_of(region.parameters)
+        region.versions, region.flags = versions_of(region.parameters), flags_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
         self._casts.clear()
-        if region.outside is not None:
-            region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if self.ops is not None:
             finish(self.ops, boundary)
         if keeper is not None:
@@ -373,6 +391,12 @@ class Recording(RematMode):
             if keeps and type(holder) is Holder:
                 kept.append((entry, self.alias_of(value)))
         return kept
+
+    def _is_of_region(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor without a `grad_fn` was made by an op that the log knows, or is a buffer that changed."""
+        if self.ops is not None and self.ops.storages.writer_of(tensor) is not None:
+            return True
+        return self.region.outside is not None and self.region.outside.has_changed(tensor)
 
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""

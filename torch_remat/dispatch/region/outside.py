@@ -68,6 +68,7 @@ class Noted:
         last: How many names had begun when the last of these calls was over; infinite if replay never passes it.
         after: Its values after that call, if no version counter told that it changed them.
         left: The tensor and its version when forward ended.
+        shape: Its shape then.
         is_changed: Whether forward changed it.
         is_bound: Whether a skipped call bound the place to another tensor.
         is_put_back: Whether the replay starts from its state at the start of forward.
@@ -85,6 +86,7 @@ class Noted:
         "left",
         "names",
         "place",
+        "shape",
         "skipped",
         "start",
     )
@@ -98,6 +100,7 @@ class Noted:
         self.last = 0.0
         self.after: Tensor | None = None
         self.left: tuple[ref[Tensor] | None, int] = (None, 0)
+        self.shape: torch.Size | None = None
         self.is_bound = self.is_changed = self.is_put_back = self.is_copied = False
 
     def now(self, with_values: bool) -> State:
@@ -154,7 +157,9 @@ class Noted:
             self.is_copied, self.last = not is_only_bound, inf
         elif self.is_changed and (self.last == inf or not (is_bound or moved == self.skipped)):
             self.is_copied, self.last = True, inf
-        self.left = (None, 0) if now.tensor is None else (ref(now.tensor), now.version)
+        self.left, self.shape = (None, 0), None
+        if now.tensor is not None:
+            self.left, self.shape = (ref(now.tensor), now.version), now.tensor.shape
 
     def has_moved(self) -> bool:
         """Whether another tensor is there since forward ended, or its version counter moved."""
@@ -240,6 +245,10 @@ class Outside:
             if noted.place.module is None or noted.start is None or noted.start.copy is None
         ]
 
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether forward has changed a tensor, as a place that the region reaches has it."""
+        return any(noted.is_changed and noted.place.tensor is tensor for noted in self._noted)
+
     def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> bool:
         """Note that replay runs a call after all: it counts as recomputed code. Return whether it changed anything."""
         changed = False
@@ -308,6 +317,22 @@ class Outside:
                 if (id(place.holder), place.key) not in known:
                     self._noted.append(Noted(noted.start, noted.is_trained))
 
+    def changes(self) -> list[str]:
+        """Return, for an error in replay, which places are not as forward left them."""
+        found = []
+        for noted in self._noted:
+            (known, _), shape, now = noted.left, noted.shape, noted.place.held()
+            if known is None or shape is None or noted.is_put_back:
+                continue
+            name, before = noted.place.name, f"had shape {tuple(shape)} in forward"
+            if not isinstance(now, Tensor):
+                found.append(f"{name} {before} and is gone or no tensor now.")
+            elif now.shape != shape:
+                found.append(f"{name} {before} and has {tuple(now.shape)} now.")
+            elif now is not known():
+                found.append(f"{name} is another tensor than in forward.")
+        return found
+
     def go_back(self, region: str) -> tuple[list[State], list[Unreadable]]:
         """Let the places be as a replay needs them.
 
@@ -368,9 +393,9 @@ def _changed(region: str, place: Place, by_region: bool, tensor: Tensor) -> Rema
     shape = tuple(tensor.shape)
     return MutationError(
         f"replay reads {place.name}{at_user_line()}, a tensor of shape {shape} created outside the region, but {when}, "
-        "so replay would read a different value than forward did",
+        "so replay may read a different value than forward did",
         region=region,
         tensor=place.name,
         remedy="Read it in the same call that modifies it (remat.native_save_region, or a saved op), pass a clone "
-        "made before the region, or modify it after backward.",
+        "made before the region or the tensor itself as an argument, or modify it after backward.",
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import finalize, ref
 
@@ -203,7 +203,10 @@ class Region:
     """
 
     values: Values | None = None  # of the determinism check, while forward takes them
+    samples: Mapping[int, bytes] = MappingProxyType({})  # of what forward saved, by place; see `check.samples`
+    last_sample: tuple[int, bytes] | None = None
     versions: Sequence[int] = ()  # of its parameters at the end of forward
+    flags: Sequence[bool | None] = ()  # which of them require a gradient then
     finished = False  # whether forward is over
     traced = False  # whether the region itself is part of a trace, whose tensors are its own then
     filling = False  # whether a replay runs
@@ -382,7 +385,7 @@ class Region:
         """Drop what only a further replay would need."""
         function = self.function  # of which no more than a name stays: it may own tensors
         self._past_name = function.__qualname__ if type(function) is FunctionType else default_name(function)
-        self.parameters = ()
+        self.parameters, self.samples, self.last_sample = (), Region.samples, None
         if self.tape.records or self.tape.calls:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None

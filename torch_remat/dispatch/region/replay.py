@@ -34,7 +34,8 @@ from torch_remat.dispatch.check.compare import (
     saved_otherwise,
     what_differs,
 )
-from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters
+from torch_remat.dispatch.check.samples import has_other_values, other_values
+from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
 from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -55,7 +56,7 @@ from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, put_back
-from torch_remat.errors import MismatchError
+from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.region.region import OpenRegion, Region
@@ -74,6 +75,7 @@ class Filling(Replaying):
     _last = _last_empty = -1
     _error: Exception | None = None
     _values: Values | None = None
+    _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
@@ -114,7 +116,8 @@ class Filling(Replaying):
         region = self.region
         if (earlier := last_refusal.get()) is not None:  # of a region in the forward of which this one is replayed
             last_refusal.set(None)
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled, parameters = torch.is_grad_enabled(), region.parameters
+        flags = give_flags(parameters, region.flags)
         try:
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
@@ -138,7 +141,8 @@ class Filling(Replaying):
             except Exception as error:
                 # What user code made of a stop, or of an error of ours that passed through it, does not count.
                 if not self.over:
-                    add_note(error, region.name)
+                    self._explained(error)
+                    add_note(error, region.name, () if region.outside is None else region.outside.changes())
                     raise
             set_grad_enabled(grad_enabled)
             self._check()
@@ -149,6 +153,8 @@ class Filling(Replaying):
             raise
         finally:
             set_grad_enabled(grad_enabled)
+            if flags:
+                give_flags(parameters, flags)
             if self._before:
                 put_back(self._before)
             if self.ops is not None:
@@ -296,6 +302,9 @@ class Filling(Replaying):
                 self._give(holder, tensor, value)
             else:  # the version is that of its own value, which replay's graph need not hold twice
                 holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
+            before = self.region.samples.get(position)
+            if before is not None and has_other_values(before, tensor):
+                self._suspects = (*self._suspects, (position, at_user_line()))
         elif isinstance(entry, torch.Tensor):
             loaded = self.ops is not None and self.ops.has_loaded(tensor)
             if owner is not entry and not loaded and not is_same_leaf(entry, owner, may_change=True):
@@ -389,7 +398,7 @@ class Filling(Replaying):
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
         self._waiting = self.region.tape.empty_elided()
         self.position = self._others_next = 0
-        self._unfilled_number = -1
+        self._unfilled_number, self._suspects = -1, ()
         if self._values is not None:
             self._values.forget()
         last_refusal.set(None)
@@ -507,7 +516,7 @@ class Filling(Replaying):
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
             raise refused
         if (refusal := self._refused()) is not None:
-            raise refusal.error()
+            raise self._explained(refusal.error())
         region = self.region
         if self.ops is not None:
             self.ops.check_passed(self._last) if self.over else self.ops.finish()
@@ -516,6 +525,32 @@ class Filling(Replaying):
             raise saved_otherwise(region, self.position, empty[0])
         if not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
+        if region.last_sample is not None or self._suspects:
+            self._compare_samples(region.last_sample)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return an error, with another remedy where a placeholder is read though everything has run."""
+        if isinstance(error, PlaceholderError) and self.ops is not None and self.ops.has_started_over:
+            error.remedy = GROWN
+        return error
+
+    def _compare_samples(self, last: tuple[int, bytes] | None) -> None:
+        """Compare values at the end of replay; see NOTE [ Samples ]."""
+        samples = [(position, self.region.samples[position], line) for position, line in self._suspects]
+        if last is not None:
+            samples.append((*last, ""))
+        for position, before, line in samples:
+            entry = self._saved[position]
+            holder = entry() if type(entry) is ref else None
+            if holder is not None and (value := holder.value) is not None and has_other_values(before, value):
+                raise other_values(self.region, holder, before, line)
 
 
 _REPLAY = Filling.replay.__code__
+
+# For what reads a placeholder again, after a replay that ran everything.
+GROWN = (
+    "Replay has started over and run every op and call, and a placeholder of its first start is still read: a list or "
+    "cache that outlives the region grew with each start. Clear it in the function, or keep it outside the region: "
+    "return what it is to keep."
+)
