@@ -6,7 +6,8 @@ replay saves other values in their place.
 NOTE [ Samples ]
 1. *Carriers*: saved tensors of at most 4 KiB that Python code knows, that have no `grad_fn` and are no inputs: scales,
    masks, schedules, wherever the function found them. How often an object is referred to shows whether Python code
-   knows it; what an op makes for its own backward (statistics, noise, a workspace with gaps) is not known to it.
+   knows it; what an op makes for its own backward (statistics, noise, a workspace with gaps) is not known to it. Not
+   in a native region, where a higher-order op may be traced with tensors that nobody has filled.
 2. The *last* saved tensor that the region has made, or the beginning of it: another number, recipe or probability
    reaches it. What an op makes for its own backward counts, unless it may have gaps.
 3. Forward takes the values when it ends: by then each op has filled what it saved. Replay compares when it ends, and
@@ -92,7 +93,7 @@ def sample_of(tensor: Tensor) -> bytes | None:
 
 
 def samples_of_carriers(
-    saved: Sequence[object], carriers: Sequence[int], leaves_out: Callable[[Tensor], bool]
+    saved: Sequence[object], carriers: Sequence[int], leaves_out: Callable[[int, Tensor], bool]
 ) -> dict[int, bytes]:
     """Return samples of the carriers, by place, at the end of forward; see NOTE [ Samples ].
 
@@ -101,7 +102,7 @@ def samples_of_carriers(
     Args:
         saved: What forward saved; the holders have their values.
         carriers: The places of what Python code knows.
-        leaves_out: Whether the region itself has made or changed one, so that it does not count.
+        leaves_out: Takes a place and the tensor: whether it does not count, since the region has made or changed it.
     """
     samples: dict[int, bytes] = {}
     for place in carriers:
@@ -111,7 +112,7 @@ def samples_of_carriers(
         if (
             value.layout is not torch.strided
             or value.nbytes > SAMPLE_BYTES
-            or leaves_out(value)
+            or leaves_out(place, value)
             or _is_statistic(saved, place)
         ):
             continue

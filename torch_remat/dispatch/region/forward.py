@@ -392,8 +392,10 @@ class Recording(RematMode):
                 kept.append((entry, self.alias_of(value)))
         return kept
 
-    def _is_of_region(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor without a `grad_fn` was made by an op that the log knows, or is a buffer that changed."""
+    def _is_of_region(self, place: int, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor without a `grad_fn` was made or changed by the region, or saved in a native region."""
+        if any(call.saved_before <= place < call.saved_after for call in self.region.tape.records.values()):
+            return True
         if self.ops is not None and self.ops.storages.writer_of(tensor) is not None:
             return True
         return self.region.outside is not None and self.region.outside.has_changed(tensor)
