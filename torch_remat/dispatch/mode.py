@@ -41,9 +41,9 @@ from torch_remat._compat import (
     active_modes,
     detached,
     pop_mode,
-    pop_saved_tensors_hooks,
+    pop_region_hooks,
     push_mode,
-    push_saved_tensors_hooks,
+    push_region_hooks,
     run_fsdp_in,
 )
 from torch_remat.dispatch.holder import Holder, RegionLike
@@ -127,7 +127,7 @@ class RematMode(DispatchMode):
         contexts: Sequence[AbstractContextManager[Any]],
     ) -> Any:
         """Run a function with this as the current mode, under a pair of saved-tensor hooks and other contexts."""
-        push_saved_tensors_hooks(*hooks)  # raises where the caller has disabled hooks: nothing is to be undone then
+        push_region_hooks(*hooks)  # raises where the caller has disabled hooks: nothing is to be undone then
         self.parent = parent = _current.get()
         _current.set(self)
         try:
@@ -140,7 +140,7 @@ class RematMode(DispatchMode):
             raise carried.take(self.region.name) from None
         finally:
             self.opening = None
-            pop_saved_tensors_hooks()
+            pop_region_hooks(hooks[0])
             _current.set(parent)
             self.parent = None
 

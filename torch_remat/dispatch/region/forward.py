@@ -52,6 +52,7 @@ from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
+from torch_remat.errors import UsageError
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -79,6 +80,10 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         mode.finish(nodes)
+    except TypeError as error:
+        if region.misuse is None or isinstance(error, UsageError):
+            raise
+        raise region.misuse() from None  # of which an operator such as `@` has made "unsupported operand"
     finally:
         mode.forget()
     if region.outside is not None:

@@ -338,9 +338,10 @@ class Region:
         what: str,
         op: str | None,
         remedy: str = "Take the gradient outside the region, or give what it passes through the policy RECOMPUTE.",
+        tensor: str | None = None,
     ) -> NoReturn:
         """Raise an error about a gradient that is taken before forward ends, here and at the end of forward."""
-        self.misuse = partial(UsageError, what, region=self.name, op=op, remedy=remedy)
+        self.misuse = partial(UsageError, what, region=self.name, op=op, tensor=tensor, remedy=remedy)
         raise self.misuse()
 
     def refill(self, holder: Holder) -> torch.Tensor:
@@ -366,8 +367,29 @@ class Region:
                         tensor=holder.name,
                         remedy="Pass retain_graph=True to each backward but the last.",
                     )
-                self._fill()
+                if self.finished or graph_task() >= 0:
+                    self._fill()
+                else:
+                    self._fill_for_reader(holder)
         return value
+
+    def _fill_for_reader(self, holder: Holder) -> None:
+        """Fill a holder that is read in forward outside of any backward, by user code or in a node creation hook."""
+        refuse = partial(
+            self.refuse,
+            "this saved tensor is read before the region's forward ends, and would have to be recomputed",
+            None if self.recorder is None else self.recorder.running(),
+            "Read it after the region. A node creation hook can take the node's `_raw_saved_...` attribute for that.",
+            holder.name,
+        )
+        if self.options.policy is not None or (self.recorder is not None and self.recorder.running() is not None):
+            refuse()
+        try:
+            self._fill()
+        except RuntimeError as error:
+            if "node creation hook" in str(error):  # torch's error about the first node that replay makes
+                refuse()
+            raise
 
     def _fill(self) -> None:
         # Another thread may have replayed, and released, while this one waited for the lock.
