@@ -128,9 +128,7 @@ def test_a_hook_that_reads_a_saved_tensor_in_forward_is_an_error_that_says_what_
     region = remat.checkpoint(region_name="block", **options)(lambda x: product(product(x, w).sin(), w).exp())
     with (
         node_creation_hook(read),
-        pytest.raises(
-            remat.UsageError, match=r"block::saved tensor \d: .*is read before.*(.|\n)*_raw_saved_"
-        ) as raised,
+        pytest.raises(remat.UsageError, match=message) as raised,
     ):
         region(x)
     assert raised.value.region == "block"
