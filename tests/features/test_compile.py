@@ -533,3 +533,22 @@ def test_what_is_for_eager_code_says_so_in_compiled_code(name, use):
 
     with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
         torch.compile(program, backend="aot_eager", fullgraph=True)(leaf(3))
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="older torch lacks it")
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["recomputed", "policy"])
+def test_the_compilers_own_budget_works_around_regions(options, budget):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    x = leaf(4, 8)
+    expected = train_step(model, x)
+    remat.checkpoint_modules(model, "?", **options)
+
+    def run(x):
+        with torch.autograd.graph.region_activation_memory_budget(budget):
+            return model(x)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    assert_same(expected[1:], [x.grad, *(p.grad for p in model.parameters())])
