@@ -330,7 +330,7 @@ class Recorder:
         holder = self.holder_for(call.name, name, tensor)
         holder.resident = False
         holder.producer = type(node)
-        holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
+        holder.origin = None if node_number(node) >= region.first_number else ref(tensor)
         region.tape.note_elided(entry := ref(holder))
         call.waiting = [*call.waiting, new_tuple(Elided, (entry, place, None, None))]
         return holder

@@ -202,6 +202,7 @@ class Recording(RematMode):
             else:
                 return self.pack(tensor)
             producer: type = NoneType
+            node: Any  # whose number older stubs of torch lack
             if id(owner) in originals:
                 pass  # replay passes inputs without their `grad_fn`
             elif (node := owner.grad_fn) is not None:
