@@ -202,12 +202,11 @@ class Recording(RematMode):
             else:
                 return self.pack(tensor)
             producer: type = NoneType
-            node: Any  # whose number older stubs of torch lack
             if id(owner) in originals:
                 pass  # replay passes inputs without their `grad_fn`
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
-                if producer is CAST or node._sequence_nr() < first_number:
+                if producer is CAST or node._sequence_nr() < first_number:  # type: ignore[attr-defined,unused-ignore]
                     return self.pack(tensor)
             elif owner.requires_grad:
                 if layout is not None:
