@@ -9,6 +9,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 SECONDS ?= 600
 JOBS ?= 2
+GPU_PYTHON ?= 3.12
 
 VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip -qq --disable-pip-version-check --no-input
@@ -22,12 +23,14 @@ help:  ## show this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'Variables: PYTHON (now: $(PYTHON)), TORCH (now: $(TORCH)), PYTEST_ARGS, MUTANTS_ARGS, BENCH_ARGS, DEMO_ARGS, MATRIX,'
-	@echo '  SECONDS, JOBS'
+	@echo '  SECONDS, JOBS, GPU_PYTHON'
 
 setup: $(INSTALLED)  ## make .venv and install what all other commands need
 
-test: lint  ## lint, then run the tests; PYTEST_ARGS='-k name' picks some
+# The linters come last: with another torch or Python they may find what the tests do not mind.
+test: $(INSTALLED)  ## run the tests, then lint; PYTEST_ARGS='-k name' picks some
 	$(VENV_PYTHON) -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory lint
 
 lint: $(INSTALLED)  ## ruff, mypy and the style sheet; changes nothing
 	$(VENV_PYTHON) -m ruff check .
@@ -43,7 +46,7 @@ coverage: $(INSTALLED)  ## run the tests and show the branches that they miss
 	$(VENV_PYTHON) -m coverage run -m pytest $(PYTEST_ARGS)
 	$(VENV_PYTHON) -m coverage report
 
-.PHONY: docs docs-serve matrix release-check soak
+.PHONY: docs docs-serve gpu-wheels matrix release-check soak
 
 soak: $(INSTALLED)  ## judge fresh drawn programs for SECONDS in JOBS processes
 	$(VENV_PYTHON) -m tests.programs --seconds $(SECONDS) --jobs $(JOBS)
@@ -69,6 +72,10 @@ bench: .venv/.bench  ## run the benchmarks; BENCH_ARGS=--help lists their option
 
 bench-compare: .venv/.bench  ## compare the newest two results; BENCH_ARGS=--quick compares a fresh run with the newest
 	$(VENV_PYTHON) -m benchmarks.compare $(BENCH_ARGS)
+
+gpu-wheels: .venv/bin/pip  ## fetch into .gpu-wheels/ what .ci/gpu needs besides torch, for Python GPU_PYTHON (3.12)
+	$(PIP) download --only-binary :all: --python-version $(GPU_PYTHON) --dest .gpu-wheels \
+		numpy optree expecttest hypothesis pytest pytest-xdist
 
 demo: $(INSTALLED)  ## run docs/examples/demo.py
 	$(VENV_PYTHON) docs/examples/demo.py $(DEMO_ARGS)

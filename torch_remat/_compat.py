@@ -154,6 +154,38 @@ push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any
 push_saved_tensors_hooks = faster("_autograd._push_saved_tensors_default_hooks", push_in_public)
 pop_saved_tensors_hooks: Callable[[], None] = faster("_autograd._pop_saved_tensors_default_hooks", pop_in_public)
 
+# From torch 2.14 on: the saved-tensor hooks of the user's that are on the stack, past those of torch's own checkpoints.
+# Its selective checkpointing asks; without the marks below it takes a region's hooks for the user's, and warns.
+_hooks_of_the_user: Callable[[], SavedTensorHooks | None] | None
+_hooks_of_the_user = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+
+
+def push_region_hooks(pack: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Put the hooks of a region on the stack, with the marks of those of torch's checkpoint."""
+    if _hooks_of_the_user is None:
+        push_saved_tensors_hooks(pack, unpack)
+        return
+    around = None if top_saved_tensors_hooks() is None else _hooks_of_the_user()
+    push_saved_tensors_hooks(pack, unpack)
+    pack._checkpoint_internal, pack._user_hooks = True, around
+
+
+def pop_region_hooks(pack: Any) -> None:
+    """Take them off. The graph holds the pack hook, where no collector sees it, so that must not hold other hooks."""
+    pop_saved_tensors_hooks()
+    if _hooks_of_the_user is not None:
+        del pack._user_hooks
+
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+def internal_hook(pack: P) -> P:
+    """Mark a pack hook for good, which hides the hooks of the user's that are around it."""
+    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+    return pack
+
+
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; without it each has its own.
 graph_exec_group: Callable[[], object | None] = getattr(
     getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
@@ -673,7 +705,8 @@ def without_work(value: Any) -> Any:
         return value
     future: torch.futures.Future[list[Any]] = torch.futures.Future()
     future.set_result([])
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    c10d: Any = torch._C._distributed_c10d  # whose stubs differ between releases
+    return c10d._create_work_from_future(future).boxed()
 
 
 def past_the_compiler(error: Exception) -> Exception:

@@ -163,6 +163,7 @@ def cost_of(stage: PipelineStage, tokens: Tensor, targets: Tensor) -> Cost:
     found: dict[str, int] = {}
     for halves in (False, True):
         stage.clear_runtime_states()
+        renew_buffers(stage)
         with remat.trace() as trace:
             output = stage.forward_one_chunk(0, (tokens,) if stage.is_first else (), {}, save_forward_output=False)
             loss = cross_entropy(output, targets) if stage.is_last else None
@@ -178,6 +179,13 @@ def cost_of(stage: PipelineStage, tokens: Tensor, targets: Tensor) -> Cost:
                 stage.backward_weight_one_chunk(0)
         found |= peaks_in(trace, halves, stage.is_first)
     return Cost(**found)
+
+
+def renew_buffers(stage: PipelineStage) -> None:
+    """Give a stage the buffers to receive into: from torch 2.15 on, a micro-batch uses them up."""
+    for received in (*stage.args_recv_info[0], *stage.grad_recv_info[0]):
+        if hasattr(received, "allocate_buffer") and not received.is_root_arg and received.buffer is None:
+            received.allocate_buffer(torch.device("cpu"))
 
 
 def peaks_in(trace: Any, halves: bool, is_first: bool) -> dict[str, int]:

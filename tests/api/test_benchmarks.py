@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import torch_remat as remat
-from benchmarks import compare, contenders, page, results
+from benchmarks import compare, contenders, gpu, gpu_parts, page, results
 from benchmarks.__main__ import GROUPS
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.bars import BARS
@@ -122,3 +123,41 @@ def test_run_is_written_as_json_and_compared_with_an_earlier_one(tmp_path, monke
 def test_figures_in_the_docs_are_those_of_the_newest_results(document, text):
     written = (ROOT / document).read_text().split(MARKS[0])[1].split(MARKS[1])[0]
     assert written.strip() == text(results.read(results.newest(1)[0]))
+
+
+def test_run_for_a_gpu_ends_in_a_page_where_there_is_none_too(tmp_path):
+    chosen = ["llama-1024", "overlap", "reserve"]
+    assert gpu.main([str(tmp_path), "--toy", "--parts", *chosen]) == 0
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {name: part["state"] for name, part in found.items()} == dict.fromkeys(chosen, "done")
+    equal = {row["way"]: row["equal"] for part in ("llama-1024", "overlap") for row in found[part]["rows"]}
+    assert len(equal) == 9
+    assert all(equal.values()), equal
+    written = (tmp_path / "gpu.md").read_text()
+    assert all(gpu.PARTS[name].title in written for name in chosen)
+    if not gpu_parts.ON_CUDA:
+        assert gpu.NEEDS_CUDA in written
+
+
+def test_part_of_the_run_for_a_gpu_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
+    broken = tmp_path / "benchmarks"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "gpu_parts.py").write_text(
+        "import pathlib, sys, time\n"
+        "file = pathlib.Path(sys.argv[sys.argv.index('--json') + 1])\n"
+        'file.write_text(\'{"rows": [{"way": "partly"}]}\')\n'
+        "time.sleep(60) if sys.argv[1] == 'overlap' else sys.exit(3)\n"
+    )
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "GRACE_SECONDS", 0.0)
+    assert gpu.main([str(tmp_path / "out"), "--seconds", "12", "--parts", "llama-1024", "overlap", "reserve"]) == 1
+    found = json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
+    assert [part["rows"] for part in found.values()] == [[{"way": "partly"}]] * 3
+    assert "exit code 3" in found["llama-1024"]["state"]
+    assert "stopped after" in found["overlap"]["state"]
+    assert "exit code 3" in found["reserve"]["state"]
+
+
+def test_parts_for_a_gpu_are_those_that_can_run():
+    assert list(gpu.PARTS) == list(gpu_parts.PARTS)

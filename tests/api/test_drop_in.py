@@ -179,6 +179,23 @@ def test_hooks_that_are_not_to_be_respected_are_none_where_nothing_is_kept_or_on
         assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
 
 
+@pytest.mark.parametrize("hooks_around", [False, True])
+@pytest.mark.parametrize("contexts", [{}, PRODUCTS_KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("respects", [None, True, False])
+def test_what_contexts_keep_passes_the_hooks_around_unless_that_is_refused(block, respects, contexts, hooks_around):
+    """Torch's own takes the option from 2.14 on; here it may be passed with any torch."""
+    run, expected = remat.drop_in(), train_step(torch_checkpoint, block, use_reentrant=False)
+    hooks = Doubling() if hooks_around else contextlib.nullcontext()
+    if respects is False and contexts and hooks_around:
+        with hooks, pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
+            run(block, X, respect_saved_tensors_hooks=False, **contexts)
+        return
+    with hooks:
+        assert_same(expected, train_step(run, block, respect_saved_tensors_hooks=respects, **contexts))
+    if hooks_around:
+        assert ((4, 16) in hooks.packed) == bool(contexts), hooks.packed
+
+
 def policy_function(ctx, op, *args, **kwargs):
     return of_torch.CheckpointPolicy.MUST_SAVE if op in PRODUCTS else of_torch.CheckpointPolicy.PREFER_RECOMPUTE
 

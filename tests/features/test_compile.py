@@ -571,3 +571,22 @@ def test_compiled_autograd_leaves_the_replay_alone(way, backend):
         actual = program(way, torch.compile(lambda y: y.backward(), backend=backend))
     assert not remat.is_recomputing()
     assert_same(expected, actual)
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="older torch lacks it")
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("options", [{}, {"policy": remat.policies.save_matmuls}], ids=["recomputed", "policy"])
+def test_the_compilers_own_budget_works_around_regions(options, budget):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    x = leaf(4, 8)
+    expected = train_step(model, x)
+    remat.checkpoint_modules(model, "?", **options)
+
+    def run(x):
+        with torch.autograd.graph.region_activation_memory_budget(budget):
+            return model(x)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    assert_same(expected[1:], [x.grad, *(p.grad for p in model.parameters())])

@@ -19,7 +19,9 @@ from tests.helpers import (
     collector_off,
     leaf,
     parameter_gradients,
+    plain,
 )
+from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 pytestmark = pytest.mark.gpu
 
@@ -132,3 +134,60 @@ def test_exception_in_replay_on_the_backward_thread_passes_and_leaves_nothing_be
     with pytest.raises(KeyError, match="in replay"):
         y.sum().backward()
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def attend(qkv, x):
+    q, k, v = F.linear(x, qkv).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind()
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def mlp(x, up, down):
+    return x + F.linear(F.gelu(F.linear(x, up)), down)
+
+
+def step_of_blocks(way, dtype):
+    """A step of two blocks whose MLP is kept, with dropout, on the device."""
+    weights = [[leaf(*shape, device="cuda") for shape in ((96, 32), (64, 32), (32, 64))] for _ in range(2)]
+    x = leaf(2, 16, 32, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        h = x
+        for qkv, up, down in weights:
+
+            def block(h, qkv=qkv, up=up, down=down):
+                h = h + F.dropout(attend(qkv, h), 0.2)
+                return way.keep("mlp", mlp, h, up, down)
+
+            h = way.region(block)(h)
+    loss = h.float().square().sum()
+    gradients = torch.autograd.grad(loss, [x, *(weight for block in weights for weight in block)])
+    return h, *gradients, torch.rand(3, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *((way, torch.float32) for way in WAYS),
+        *((way, torch.bfloat16) for way in WAYS if way is not BY_HANDLE),  # whose backward knows no autocast
+    ],
+    ids=str,
+)
+def test_each_way_is_equal_on_the_device(way, dtype):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # whose backward adds in one order
+        assert_same_in(way, lambda way: step_of_blocks(way, dtype))
+
+
+@pytest.mark.parametrize("limit", ["0%", "50%", "100%", "64 KiB"])
+def test_steps_under_a_budget_are_equal_on_the_device(limit):
+    def program(wrap):
+        model = Stack(wrap, depth=2).cuda()
+        budget = contextlib.nullcontext() if wrap is plain else remat.budget(limit)
+        results = []
+        for _ in range(4):  # the reserve is learned from the first steps
+            x = leaf(2, 6, 8, device="cuda")
+            with budget:
+                model(x).square().sum().backward()
+            results += [x.grad, *parameter_gradients(model)]
+            model.zero_grad()
+        return results
+
+    assert_same_program(program)

@@ -141,7 +141,11 @@ def test_combination_saves_what_either_saves():
     both = replayed_ops(block, region(policies.save_attention | policies.save_matmuls), [x], parameters)
     assert both == replayed_ops(block, region(ATTENTION + MATMULS), [x], parameters)
     assert both == replayed_ops(block, region(policies.save_matmuls | policies.save_attention), [x], parameters)
-    assert set(both) == {"native_layer_norm", "add", "gelu"}
+    assert set(both) - {"_unsafe_view"} == {
+        "native_layer_norm",
+        "add",
+        "gelu",
+    }  # as which a linear ends from torch 2.15 on
 
 
 def sines(ctx, op, *args, **kwargs):

@@ -45,9 +45,9 @@ from torch_remat._compat import (
     detached,
     is_transformed,
     pop_mode,
-    pop_saved_tensors_hooks,
+    pop_region_hooks,
     push_mode,
-    push_saved_tensors_hooks,
+    push_region_hooks,
     run_fsdp_in,
 )
 from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
@@ -140,7 +140,7 @@ class RematMode(DispatchMode):
         contexts: Sequence[AbstractContextManager[Any]],
     ) -> Any:
         """Run a function with this as the current mode, under a pair of saved-tensor hooks and other contexts."""
-        push_saved_tensors_hooks(*hooks)  # raises where the caller has disabled hooks: nothing is to be undone then
+        push_region_hooks(*hooks)  # raises where the caller has disabled hooks: nothing is to be undone then
         self.parent = parent = _current.get()
         _current.set(self)
         try:
@@ -153,7 +153,7 @@ class RematMode(DispatchMode):
             raise carried.take(self.region.name) from None
         finally:
             self.opening = None
-            pop_saved_tensors_hooks()
+            pop_region_hooks(hooks[0])
             _current.set(parent)
             self.parent = None
 
@@ -274,6 +274,15 @@ class RematMode(DispatchMode):
             yield
         finally:
             self.show_ops_to(previous)
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Be the current mode once more, after the function is over."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

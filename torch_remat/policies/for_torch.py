@@ -52,8 +52,9 @@ def all_offloaded() -> tuple[Any, Any]:
     return contexts
 
 
-def _offload(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
-    return TorchPolicy.MUST_CPU_OFFLOAD
+def _offload(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    tags: Any = TorchPolicy  # an older one lacks this tag
+    return tags.MUST_CPU_OFFLOAD
 
 
 def _save(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:

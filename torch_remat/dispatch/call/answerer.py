@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from torch_remat._compat import Handler, top_saved_tensors_hooks, without_torch_function
+from torch_remat._compat import Handler, internal_hook, top_saved_tensors_hooks, without_torch_function
 from torch_remat.dispatch.call.call import variables_of
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
@@ -510,6 +510,7 @@ def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
     )
 
 
+@internal_hook
 def _throw_away(tensor: Tensor) -> Tensor | Packed:
     """Pack hook of a call that runs whole: forward's holders have what backward needs."""
     return Packed.of(tensor) if isinstance(tensor, Placeholder) else tensor.detach()

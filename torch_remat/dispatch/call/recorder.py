@@ -222,7 +222,7 @@ class Recorder:
         for known in self.region.tape.holders:
             holder = known()
             if holder is not None and holder.resident and holder.value is not None:
-                with self.mode.unwatched():
+                with self.mode.unwatched(), self.mode.as_current():
                     holder.packed, holder.unpack, holder.value = pack(holder.value), unpack, None
 
     def resident(
@@ -280,7 +280,7 @@ class Recorder:
         holder = self.holder_for(call.name, name, tensor)
         holder.resident, holder.value = False, tensor
         holder.producer = type(node)
-        holder.origin = None if node._sequence_nr() >= region.first_number else ref(tensor)
+        holder.origin = None if node_number(node) >= region.first_number else ref(tensor)
         region.tape.elided.append(entry := ref(holder))
         call.waiting = [*call.waiting, new_tuple(Elided, (entry, place, None, None))]
         return holder

@@ -101,11 +101,11 @@ def samples_of_carriers(
 
     Args:
         saved: What forward saved; the holders have their values.
-        carriers: The places of what Python code knows.
+        carriers: The places of what Python code knows; inverted where an inner region hands it up, which checks itself.
         leaves_out: Takes a place and the tensor: whether it does not count, since the region has made or changed it.
     """
     samples: dict[int, bytes] = {}
-    for place in carriers:
+    for place in [place for place in carriers if place >= 0]:
         holder = _holder_of(saved[place])
         if holder is None or (value := holder.value) is None or holder.metadata[0] != value._version:
             continue
@@ -131,7 +131,8 @@ def last_sample(saved: Sequence[object], carriers: Sequence[int], inputs: Contai
             continue
         if (value := holder.value) is None or value._version != holder.metadata[0]:
             continue
-        if producer is NoneType and not (_has_no_gaps(saved, place, value, inputs) and place not in carriers):
+        is_carrier = place in carriers or ~place in carriers
+        if producer is NoneType and (is_carrier or not _has_no_gaps(saved, place, value, inputs)):
             continue
         if (sample := sample_of(value)) is not None:
             return place, sample

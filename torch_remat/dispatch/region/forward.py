@@ -60,7 +60,7 @@ from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
-from torch_remat.errors import warn
+from torch_remat.errors import UsageError, warn
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -94,6 +94,10 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         mode.finish(nodes)
         if region.tape.others and parent is not None and not is_part:
             parent.take_others(region.tape)
+    except TypeError as error:
+        if region.misuse is None or isinstance(error, UsageError):
+            raise
+        raise region.misuse() from None  # of which an operator such as `@` has made "unsupported operand"
     finally:
         mode.forget()
     if region.outside is not None:
@@ -239,7 +243,7 @@ class Recording(RematMode):
                 pass  # replay passes inputs without their `grad_fn`
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
-                if producer is CAST or node._sequence_nr() < first_number:
+                if producer is CAST or node._sequence_nr() < first_number:  # type: ignore[attr-defined,unused-ignore]
                     return self.pack(tensor)
             elif owner.requires_grad:
                 if layout is not None:
@@ -252,7 +256,8 @@ class Recording(RematMode):
                 if tensor.is_floating_point():
                     tape.buffers.add(len(entries))
                 if carriers is not None and getrefcount(tensor) > UNKNOWN_TO_PYTHON:
-                    carriers.append(len(entries))
+                    place = len(entries)
+                    carriers.append(place if current_mode() is self else ~place)  # what an inner region hands up
             holder = Holder()
             holder.region = region
             holder.value, holder.origin = tensor, None

@@ -210,7 +210,7 @@ class Filling(Replaying):
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
         if self.unread is not None and self.unread.moved:
-            return self.pack
+            return lambda tensor: self.pack(tensor)
         tape, last = self.region.tape, self._last
         saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
 
