@@ -115,24 +115,17 @@ def test_a_hook_that_only_looks_at_new_nodes_sees_them_in_both_phases(way, prefi
     "options", [{}, {"policy": remat.policies.save_matmuls}, {"determinism_check": "bitwise"}, {"debug": True}], ids=str
 )
 @pytest.mark.parametrize("product", [torch.mm, lambda x, w: x @ w], ids=["function", "operator"])
-def test_a_hook_that_reads_a_saved_tensor_in_forward_is_an_error_that_says_what_to_do(options, product):
-    """An operator's method makes "unsupported operand" of each TypeError, which a UsageError is."""
-
+def test_a_hook_may_read_a_saved_tensor_in_forward(options, product):
     def read(node):
         for name in dir(node):
             if name.startswith("_saved_"):
                 getattr(node, name)
 
-    message = r"block::saved tensor \d: .*is read before.*(.|\n)*_raw_saved_"
     x, w = leaf(4, 4), leaf(4, 4)
     region = remat.checkpoint(region_name="block", **options)(lambda x: product(product(x, w).sin(), w).exp())
-    with (
-        node_creation_hook(read),
-        pytest.raises(remat.UsageError, match=message) as raised,
-    ):
-        region(x)
-    assert raised.value.region == "block"
-    assert_same(torch.autograd.grad(wave(x, w).sum(), (x, w)), torch.autograd.grad(region(x).sum(), (x, w)), "gradient")
+    with node_creation_hook(read):
+        y = region(x)
+    assert_same(torch.autograd.grad(wave(x, w).sum(), (x, w)), torch.autograd.grad(y.sum(), (x, w)), "gradient")
 
 
 @has_creation_hook
