@@ -239,3 +239,22 @@ def test_saved_op_in_torchs_checkpoint_whose_input_the_next_checkpoint_saves():
     x = leaf(3)
     expected = torch.autograd.grad(x.sin().sin().sum(), x)
     assert_same(expected, torch.autograd.grad(checkpointed(block)(x).sum(), x))
+
+
+@pytest.mark.parametrize("outer", [None, [torch.ops.aten.sin.default]], ids=["plain", "policy"])
+def test_what_an_inner_region_keeps_and_lets_go_passes_the_outer_one_in_both_phases(outer):
+    """The log of an outer policy holds a result, and so the graph behind it, in forward alone."""
+    w = leaf(4, 4)
+
+    def inner(x):
+        unused = (x @ w).sin().neg()
+        del unused
+        v = x.cos()
+        remat.native_save_region("write", lambda v: v.mul_(torch.tensor(0.5)), v)
+        return v
+
+    region = remat.checkpoint(policy=[torch.ops.aten.mm.default])(inner)
+    x = leaf(4, 4)
+    expected = torch.autograd.grad((x.sin().cos() * 0.5).sin().exp().sum(), x)
+    found = torch.autograd.grad(remat.checkpoint(policy=outer)(lambda x: region(x.sin()).sin().exp())(x).sum(), x)
+    assert_same(expected, found)

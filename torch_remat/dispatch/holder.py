@@ -329,7 +329,7 @@ def read(packed: Any) -> Any:
             region = packed.region  # what is on the tape was saved by an op that replay runs
             is_of_call = not any(type(entry) is ResidentRef and entry() is packed for entry in region.tape.saved)
             region.note_gradient(packed.op if is_of_call else "")
-        if packed.unpack is not None:
+        if packed.unpack is not None and packed.value is None:
             with torch.no_grad():
                 return packed.unpack(packed.packed)
     region = packed.region

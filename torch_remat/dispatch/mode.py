@@ -275,15 +275,6 @@ class RematMode(DispatchMode):
         finally:
             self.show_ops_to(previous)
 
-    @contextmanager
-    def as_current(self) -> Iterator[None]:
-        """Be the current mode once more, after the function is over."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -43,7 +43,7 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
         log.results.read_versions()
     if log.departures.waiting:
         log.departures.send()
-    log.hand_over()
+    log.let_go_of_packed()
     if log.has_results or log.runs or log.needed or log.watch is not None:
         _Ending(log, boundary).decide()
     # Else there is nothing, or only handles, none of whose outputs anything reads.

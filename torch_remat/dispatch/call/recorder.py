@@ -211,19 +211,21 @@ class Recorder:
         return holder
 
     def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value; at the end of forward the enclosing hooks take it."""
-        holder.value = self.mode.alias_of(tensor)
+        """Give a holder its value, and give it to the enclosing hooks, whatever becomes of the holder later.
 
-    def hand_over(self) -> None:
-        """Hand residents to the enclosing hooks."""
-        if (hooks := self.region.hooks) is None:
-            return
-        pack, unpack = hooks
-        for known in self.region.tape.holders:
-            holder = known()
-            if holder is not None and holder.resident and holder.value is not None:
-                with self.mode.unwatched(), self.mode.as_current():
-                    holder.packed, holder.unpack, holder.value = pack(holder.value), unpack, None
+        An enclosing region runs this forward again, where other tensors live longer: it must meet the same ones.
+        """
+        holder.value = self.mode.alias_of(tensor)
+        if (hooks := self.region.hooks) is not None:
+            pack, holder.unpack = hooks
+            with self.mode.unwatched():
+                holder.packed = pack(tensor)
+
+    def let_go_of_packed(self) -> None:
+        """At the end of forward: empty the residents that the enclosing hooks have."""
+        for known in self.region.tape.holders if self.region.hooks is not None else ():
+            if (holder := known()) is not None and holder.unpack is not None:
+                holder.value = None
 
     def resident(
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
