@@ -445,6 +445,11 @@ MUTANTS = (
     ),
     # Calls.
     Mutant(
+        "write of a call to its argument or variable not looked for", "calls", "dispatch/call/call.py",
+        "            if version_of(tensor) != version:\n",
+        "            if False:\n",
+    ),
+    Mutant(
         "call that must run whole is skipped", "calls", "dispatch/call/ending.py",
         "            self._find_changed()\n",
         "            pass\n",
@@ -460,11 +465,6 @@ MUTANTS = (
         "return not self.region.options.preserve_rng_state",
     ),
     Mutant(
-        "write of a call to what it does not name let through", "calls", "dispatch/call/ending.py",
-        "        if log.unknown:\n",
-        "        if False:\n",
-    ),
-    Mutant(
         "tensor that leaves a call let through", "calls", "dispatch/call/ending.py",
         "if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:",
         "if False:",
@@ -472,11 +472,6 @@ MUTANTS = (
     Mutant(
         "list that a call fills let through", "calls", "dispatch/call/call.py",
         "if self._state and is_changed(self._state, ops.region.function):",
-        "if False:",
-    ),
-    Mutant(
-        "write of an opaque call let through", "calls", "dispatch/call/call.py",
-        "if now != self._versions and not self.written:",
         "if False:",
     ),
     Mutant(

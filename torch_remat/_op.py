@@ -59,8 +59,7 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
         name: The call's name, unique within the region; `name_scope` prefixes it.
         policy: SAVE (the default); OFFLOAD: as SAVE, and what is kept leaves the device; RECOMPUTE: replay runs the
             call, and those of its arguments that come from saved calls are kept for that.
-        opaque: Promises that the call modifies nothing in place that it has not made. Its ops are not watched in
-            forward then, which is faster for functions that run many small ops.
+        opaque: Accepted, and changes nothing: no call is watched.
 
     Returns:
         A function that takes what ``function`` takes and returns what it returns. Outside of regions, and inside of a
@@ -70,10 +69,9 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
         UsageError: At once, if the function is not callable, the name is no string or empty, or the policy is no
             `CheckpointPolicy`. From the call, if the region has another op of this name; if a variable, container,
             object or iterator of the region holds other tensors after it; if the result is no tree of tensors and plain
-            values; if it modified a tensor of the region that is neither argument nor variable of the function; if an
-            opaque call modified an argument; or if a gradient is taken through it inside the region. At the end of
-            forward, if the region goes on with a tensor that it did not return, or if it must run again and modified
-            something outside that replay cannot put back.
+            values; or if a gradient is taken through it inside the region. At the end of forward, if the region goes on
+            with a tensor that it did not return, or if it must run again and modified something outside that replay
+            cannot put back.
         MismatchError: In backward, if replay called another function here, or on tensors of other shapes or strides.
         MutationError: In backward, if a kept tensor was modified in place.
         PlaceholderError: In backward, if replay reads a result that was not kept, and cannot start over, since a call
@@ -110,7 +108,7 @@ def op(function: Any = None, name: str | None = None, *, policy: CheckpointPolic
         mode = current_mode()
         if mode is None:
             return function(*args, **kwargs)
-        return mode.run_native(scope.get() + name, policy, function, args, kwargs, opaque)
+        return mode.run_native(scope.get() + name, policy, function, args, kwargs, False)
 
     return call
 

@@ -513,7 +513,6 @@ def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
         lambda: remat.op(),
         lambda: remat.recompute_needs_tensor([torch.ones(1)]),
         lambda: remat.checkpoint()(lambda x: keep("k", torch.sin, remat.op(torch.cos, "k")(x)))(leaf(1)),
-        lambda: remat.checkpoint()(lambda x: remat.op(lambda h: h.add_(1), "k", opaque=True)(x * 1))(leaf(1)),
     ],
 )  # fmt: skip
 def test_wrong_use_is_an_error(call):
@@ -742,8 +741,36 @@ def test_call_that_writes_its_out_argument_is_equal(call, read):
     x = leaf(4, 8)
     expected = torch.autograd.grad(block(lambda f, _: f)(x).sum(), x)
     assert_same(expected, torch.autograd.grad(checkpointed(block(remat.op))(x).sum(), x))
-    with pytest.raises(remat.UsageError, match="modified an argument in place unwatched"):
-        checkpointed(block(lambda f, name: remat.op(f, name, opaque=True)))(x)
+
+
+class Holder:
+    """Holds a tensor two levels deep."""
+
+    def __init__(self, tensor):
+        self.inner = [[tensor]]
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+def test_call_of_a_method_of_a_tensor_that_it_modifies_is_equal():
+    def function(x, keep=lambda f, name: f):
+        h = x * 2
+        keep(h.mul_, "k")(x)
+        return h.exp()
+
+    x = leaf(4)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    assert_same(expected, torch.autograd.grad(checkpointed(lambda x: function(x, remat.op))(x).sum(), x))
+
+
+def test_call_that_modifies_a_tensor_of_the_region_that_it_does_not_reach_is_loud_where_it_is_saved_afterwards():
+    def function(x):
+        h = x * 2
+        holder = Holder(h)
+        remat.op(lambda holder: holder.inner[0][0].neg_().sum(), "k")(holder)
+        return h.exp().sin()
+
+    with pytest.raises(remat.RematError):
+        checkpointed(function)(leaf(4)).sum().backward()
 
 
 def test_call_of_a_lazy_module_is_equal():

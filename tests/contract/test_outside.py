@@ -412,7 +412,7 @@ def is_limit(cell: Cell) -> bool:
         return True
     if cell.who == "nobody":
         return cell.read != "never"
-    if cell.how == ".data" and not re.match("handle|opaque", cell.who):  # whose ops are watched
+    if cell.how == ".data" and not re.match("handle|opaque|saved call", cell.who):  # else ops are watched
         return False
     if "policy" in cell.who and "as a number" in cell.read:  # which is an op, and kept
         return False

@@ -80,7 +80,7 @@ class Ops(Protocol):
         """Begin an op with a handle, and return the handle; None if it is plain autograd."""
 
     def run(
-        self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        self, is_native: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
         args: Sequence[Any], kwargs: Mapping[str, Any], /,
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`; see `RematMode.run_native`."""
@@ -186,7 +186,7 @@ class RematMode(DispatchMode):
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        opaque: bool | None = None,
+        is_native: bool = True,
     ) -> Any:
         """Run a native region in this phase, or a call of `op`, and return what the function returns.
 
@@ -196,7 +196,7 @@ class RematMode(DispatchMode):
             function: What runs.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            opaque: Of a call whether its ops need not be watched; None for a native region.
+            is_native: Whether its Python runs in replay too, as that of a native region; not that of a call.
 
         Raises:
             UsageError: The region already has an op of that name, or the op before it was not ended.
@@ -206,8 +206,8 @@ class RematMode(DispatchMode):
         if ops is None or is_transformed():
             return function(*args, **kwargs)
         if self.observed is None:
-            return ops.run(opaque, name, policy, function, args, kwargs)
-        return self.observed.run_native(partial(ops.run, opaque), name, policy, function, args, kwargs)
+            return ops.run(is_native, name, policy, function, args, kwargs)
+        return self.observed.run_native(partial(ops.run, is_native), name, policy, function, args, kwargs)
 
     @abstractmethod
     def take_others(self, tape: TapeLike) -> None:

@@ -143,7 +143,7 @@ class Answerer:
         raise self.replay.fail(another_op(self.region, name, policy, expected, name in self.region.tape.records))
 
     def run(
-        self, _opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        self, _is_native: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`, as far as replay needs it; see `RematMode.run_native`."""

@@ -6,8 +6,7 @@ the log. Out: in replay the result, kept tensors or placeholders in it, and the 
 NOTE [ When a saved call runs whole ]
 Replay skips a call, or runs it whole. It runs it whole, and warns once, if
 1. a result of it was modified in place after it;
-2. it modified an argument or a variable that the region had made;
-3. replay reads a placeholder of it: then the replay starts over, and every call and op runs.
+2. it modified an argument or a variable that the region had made.
 What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
 skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
 the region that holds other tensors afterwards, a result that is not a tree of tensors and plain values.
@@ -29,12 +28,10 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from torch_remat._compat import (
-    Handler,
     any_autocast_enabled,
     has_one_output,
     in_autocast,
     is_compiled,
-    keep_from_compiler,
     node_behind,
     node_number,
     sequence_number,
@@ -63,9 +60,9 @@ from torch_remat.dispatch.holder import (
     changed_in_place,
     parameter_behind,
 )
-from torch_remat.dispatch.log.entry import Call, Entry, entry_of, written_arguments
+from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
-from torch_remat.dispatch.log.schema import Effects, may_draw
+from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder
@@ -204,6 +201,7 @@ class Given:
     used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
     _places: Sequence[Place] | None = None
     _by_key: dict[int, int] | None = None
+    _has_keys_of_variables = False
 
     def __init__(self, function: Any, leaves: Sequence[Any]) -> None:
         self.leaves = leaves
@@ -216,14 +214,19 @@ class Given:
             for place, leaf in enumerate(self.leaves):
                 for part in keys_of(leaf) if isinstance(leaf, torch.Tensor) else ():
                     self._by_key.setdefault(part, place)
-        if key not in self._by_key and self._places is None:
-            is_apply = isinstance(getattr(self._function, "__self__", None), type)  # of a custom Function, or torch's
-            is_bare = is_apply or self._function is None or type(self._function) is BuiltinFunctionType
-            self._places = [] if is_bare else variables_of(self._function, self.leaves)
-            for place, variable in enumerate(self._places, len(self.leaves)):
+        if key not in self._by_key and not self._has_keys_of_variables:
+            self._has_keys_of_variables = True
+            self.variables()
+            for place, variable in enumerate(self._places or (), len(self.leaves)):
                 if variable.tensor is not None and variable.tensor.layout is torch.strided:
                     self._by_key.setdefault(key_of(variable.tensor), place)
         return self._by_key.get(key)
+
+    def variables(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that the function reaches besides."""
+        if self._places is None:
+            self._places = [] if self._function is None else variables_of(self._function, self.leaves)
+        return [place.tensor for place in self._places if place.tensor is not None]
 
     def keys(self) -> Sequence[int]:
         """Return the storages of all of them."""
@@ -262,7 +265,10 @@ _NOTHING = Given(None, ())
 
 
 def variables_of(function: Any, leaves: Sequence[Any]) -> list[Place]:
-    """Return where the tensors lie that a call reaches besides its arguments, in the same order in both phases."""
+    """Return where the tensors are that a call reaches besides its arguments, in the same order in both phases."""
+    owner = getattr(function, "__self__", None)
+    if type(function) is BuiltinFunctionType or isinstance(owner, type):  # or the ``apply`` of a custom Function
+        return [Place(None, "self", owner, None)] if isinstance(owner, torch.Tensor) else []
     return reach(function, [leaf for leaf in leaves if isinstance(leaf, Module)]).tensors
 
 
@@ -324,13 +330,13 @@ class Running(ABC):
                 return name
         return automatic
 
-    def note_written(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that the call modifies, unless it has made it; autograd counts the change after this."""
+    def note_written(self, tensor: torch.Tensor, version: int) -> None:
+        """Note a tensor that the call modifies, with its version before, unless it has made it."""
         node = tensor.grad_fn
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
             if key not in self.born and key not in self.written:
-                self.written = {**self.written, key: Written(tensor, version_of(tensor), is_own)}
+                self.written = {**self.written, key: Written(tensor, version, is_own)}
 
     def watch_end(self, draws: bool) -> None:
         """Note at the end of the call what leaves the device, and the random generators."""
@@ -353,66 +359,19 @@ class Running(ABC):
         self.watch_end(True)
 
 
-class Writes:
-    """Looks at each op of a call for modifications of what the call has not made, and at nothing else.
-
-    Args:
-        note: Is called with each tensor that is about to be modified.
-
-    Attributes:
-        born: The storages that the call has made.
-    """
-
-    __slots__ = ("_note", "born")
-
-    def __init__(self, note: Callable[[torch.Tensor], object]) -> None:
-        self._note = note
-        self.born: set[int] = set()
-
-    @property
-    @keep_from_compiler
-    def watch(self) -> Handler:
-        """What runs an op: a closure, since it runs for each."""
-        born, is_usual, strided = self.born, USUAL.__contains__, torch.strided
-
-        def watch(_mode: Any, op: Any, _types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-            about = entry_of(op)
-            effects = about.effects
-            if effects.view or effects.ignored:
-                return about.kernel(*args, **kwargs)
-            if effects.written or effects.reshapes:
-                self._note_all(effects, args, kwargs)
-            result = about.kernel(*args, **kwargs)
-            if effects.plain and is_usual(type(result)) and not effects.aliases and result.layout is strided:
-                born.add(storage_key(result))
-            else:
-                given = {key for tensor in tensors_in(args, kwargs) for key in keys_of(tensor)}
-                made = result if isinstance(result, (tuple, list)) else (result,)
-                born.update({key for tensor in tensors_in(made, {}) for key in keys_of(tensor)} - given)
-            return result
-
-        return watch
-
-    def _note_all(self, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        written = list(args[:1]) if effects.reshapes else written_arguments(effects, args, kwargs)
-        for tensor in written:
-            if not self.born.issuperset(keys_of(tensor)):
-                self._note(tensor)
-
-
 class RunningCall(Running):
     """A call of a function whose Python does not run in replay."""
 
-    _given: Sequence[torch.Tensor] = ()
     _state: State = ()
-    _versions: Sequence[int] = ()
+    _before: Sequence[tuple[torch.Tensor, int]] = ()  # arguments and variables with their versions
 
     def __init__(
-        self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        self._is_builtin = builtin = is_builtin(function) and "out" not in kwargs
+        self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        is_pure: bool,
+    ) -> None:  # fmt: skip
+        self._is_pure = is_pure
         given: Sequence[Any]
-        leaves = given = args if builtin and not kwargs else _leaves_of(args, kwargs)
+        leaves = given = args if is_pure and not kwargs else _leaves_of(args, kwargs)
         super().__init__(ops, call, Given(function, leaves))
         kinds = set(map(type, leaves))
         try:
@@ -422,28 +381,21 @@ class RunningCall(Running):
                 given = [arg for arg in leaves if type(arg) in _PARAMETERS]
             call.layout = [(one.shape, one.stride()) for one in given]
             call.reads = list(map(storage_key, given))
-            if not builtin:
-                self._versions = list(map(_version_of, given))
-        except RuntimeError:  # sparse tensors have no strides, those of inference mode no versions
+        except RuntimeError:  # sparse tensors have no strides
             given = list(tensors_in(leaves, {}))
             call.layout = layout_of(leaves, {})
             call.reads = [key for tensor in given for key in keys_of(tensor)]
-            if not builtin:
-                self._versions = list(map(version_of, given))
-        if not builtin:
+        if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
-            self._given = given
-        draws = _draws.get(id(function)) if builtin else True
+            self._before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
+        draws = _draws.get(id(function)) if is_builtin(function) else True
         self._draws = may_draw_in(function) if draws is None else draws
         if self._draws and ops.draws is not None:
             ops.draws.begin()
 
-    @property
-    def watch(self) -> Handler:
-        """What looks at each op of the call."""
-        writes = Writes(self.note_written)
-        self.born = writes.born
-        return writes.watch
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the call has modified an argument or a variable so far."""
+        return any(one is tensor and version_of(one) != version for one, version in self._before)
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
         """Return what autograd keeps of a tensor that the call saves."""
@@ -480,12 +432,15 @@ class RunningCall(Running):
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
         call, ops = self.call, self.ops
+        for tensor, version in self._before:
+            if version_of(tensor) != version:
+                self.note_written(tensor, version)
         leaves: Sequence[Any] = (result,)
         form = None
         if (
             type(result) is torch.Tensor and result._base is None and result.layout is torch.strided
             and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
-            and (self._is_builtin or self._is_new(result, key))
+            and (self._is_pure or self._is_new(result, key))
         ):  # fmt: skip
             if self._draws or ops.departures.waiting:
                 self.watch_end(self._draws)
@@ -502,13 +457,11 @@ class RunningCall(Running):
             call.places = self.given.used
         if not self.saved or self.last - self.first > 1:
             refuse_gradient(ops.region, call.name, self.first, leaves)
-        if not self._is_builtin:
+        if not self._is_pure:
             self._check_left(leaves)
 
     def _is_new(self, result: torch.Tensor, key: int) -> bool:
         """Whether the call has made the storage of its result, which is no view."""
-        if key in self.born:
-            return True
         node = result.grad_fn
         if node is not None and node_number(node) >= self.first and not self.written:
             return True
@@ -560,7 +513,7 @@ class RunningCall(Running):
 
     def _check_left(self, leaves: Sequence[Any]) -> None:
         """Look for effects of the call other than its result."""
-        ops, call = self.ops, self.call
+        ops = self.ops
         made = self.last - self.first
         if made > 1 or (made and not (len(leaves) == 1 and has_one_output(node_behind(leaves[0])))):
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -572,14 +525,6 @@ class RunningCall(Running):
                 "it changed which tensors a variable, container or iterator of the region holds",
                 "Return the tensors",
             )
-        now = list(map(version_of, self._given))
-        if now != self._versions and not self.written:
-            raise UsageError(
-                "this call modified an argument in place unwatched, and replay skips the call",
-                region=ops.region.name,
-                op=call.name,
-                remedy="Return the new value, give the call the policy RECOMPUTE, or remove opaque=True.",
-            )
         if self.written:
             ops.note_writes(self)
 
@@ -589,7 +534,7 @@ class RunningCall(Running):
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         super().let_go()
-        self._given = self._state = ()
+        self._before = self._state = ()
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:

@@ -62,8 +62,6 @@ class _Ending:
         """Keep results, and note what runs."""
         log, region = self._log, self._region
         self._check_left()
-        if log.unknown:
-            self._check_unknown()
         if log.has_policy:  # elsewhere the graph is asked
             log.results.let_go_of_graph()
         else:
@@ -103,30 +101,6 @@ class _Ending:
             raise cannot_be_skipped(
                 self._region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
             )
-
-    def _check_unknown(self) -> None:
-        """Look at modified tensors that are neither arguments nor variables of their calls.
-
-        A tensor that still exists at the end of forward without being held by the log is outside the region.
-        """
-        log = self._log
-        unknown, log.unknown = log.unknown, []
-        held = {key_of(tensor) for _, _, tensor, _ in log.results.undecided()}
-        for call, known, version, is_own, storage in unknown:
-            key, tensor = storage.cdata, known()
-            if is_own or storage.expired() or key in held:
-                if call.answers is not None:
-                    continue  # replay finds that the native region modifies what it has recomputed
-                raise cannot_be_skipped(
-                    self._region,
-                    call,
-                    "it modified in place a tensor of the region that is neither an argument nor a variable of its "
-                    "function",
-                    "Pass the tensor as an argument",
-                )
-            log.note_outer(call, key, tensor, version)
-            if call.answers is None:
-                call.outside = [*call.outside, storage]
 
     def _find_changed(self) -> None:
         """Let each call run whole that has a result modified in place since."""

@@ -48,7 +48,7 @@ from torch_remat.dispatch.log.meta import (
 )
 from torch_remat.dispatch.log.op_answerer import OpAnswerer
 from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import placement_in, slot_for
+from torch_remat.dispatch.log.slot import placement_in, slot_for, version_of
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.reach import tensors_of
@@ -182,7 +182,7 @@ class RunningNative(Running):
         """Note what an op modifies that was there before the region; return its storages."""
         outer = [tensor for tensor in changed if not all(key in self.makers for key in keys_of(tensor))]
         for tensor in outer:
-            self.note_written(tensor)
+            self.note_written(tensor, version_of(tensor))
         return [
             StorageWeakRef(tensor.untyped_storage())
             for tensor in outer

@@ -89,8 +89,6 @@ class Recorder:
         returned: The outputs of handles that a call returned: the call, the storage, and after how many entries.
         runs: The saved calls, but those of handles and of torch's own functions.
         changes: How many times skipped calls have modified an input of the region, by storage.
-        unknown: What calls modified that is neither an argument nor a variable, with its version before and whether an
-            autograd node of the region had made it.
         watch: The ops, under a policy.
         packs: Whether it has to be asked about each tensor that autograd saves.
         calling: The saved call that runs, if one does.
@@ -135,7 +133,6 @@ class Recorder:
         self.returned: list[tuple[Call, int, int]] = []
         self.runs: list[Running] = []
         self.changes: dict[int, int] = {}
-        self.unknown: list[tuple[Call, ref[Tensor], int, bool, StorageWeakRef]] = []
         self.has_handles = False
         # By storage, the outputs of handles that are views of what they were given, or that itself.
         self._views: dict[int, list[tuple[Call, int]]] = {}
@@ -275,9 +272,9 @@ class Recorder:
         region, running = self.region, self.calling
         if tensor.layout is not strided or tensor.dtype in AUTOCAST_DTYPES:
             return None
-        if id(tensor) in region.inputs.originals or (key := storage_key(tensor)) in self.storages.writers:
+        if id(tensor) in region.inputs.originals or storage_key(tensor) in self.storages.writers:
             return None
-        if self._views or (running is not None and (key in running.written or key in running.born)):
+        if self._views or (type(running) is RunningCall and running.has_changed(tensor)):
             return None
         holder = self.holder_for(call.name, name, tensor)
         holder.resident, holder.value = False, tensor
@@ -300,12 +297,12 @@ class Recorder:
         if self.region.inputs is None or self.region.inputs.shares(owner):
             return False  # it shares the storage of a region input
         key = key_of(tensor)
-        if self.calling is not None and (key in self.calling.born or key in self.calling.written):
-            return False
         found = (Given(None, self.known_args) if running is None else running.given).find(tensor, key)
         if found is None or found[1].layout is not strided:
             return False
         place, source = found
+        if running is not None and running.has_changed(source):
+            return False
         if source is not tensor and (is_traceable_wrapper(source) or is_traceable_wrapper(tensor)):
             return False  # a wrapper is no strided view of what it wraps
         origin = source if source._base is None else source._base
@@ -401,7 +398,7 @@ class Recorder:
         call.saved_before = len(self.region.tape.saved)
 
     def run(
-        self, opaque: bool | None, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
+        self, is_native: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`; see `RematMode.run_native`."""
@@ -416,16 +413,15 @@ class Recorder:
             self.results.read_versions()
         if policy is _RECOMPUTE:
             return self._run_recomputed(function, args, kwargs)
-        of_torch = is_builtin(function) and "out" not in kwargs
         is_whole = is_whole_call(function, args, kwargs)
-        if opaque:
-            call.opaque = True
+        of_torch = is_whole and is_builtin(function)
+        is_native = is_native and not is_whole
         self.skipped_any = self.packs = True
         running: Running
-        if is_whole or opaque is not None:
-            running = RunningCall(self, call, function, args, kwargs)
-        else:
+        if is_native:
             running = RunningNative(self, call, function, args, kwargs)
+        else:
+            running = RunningCall(self, call, function, args, kwargs, of_torch)
         if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
@@ -433,7 +429,7 @@ class Recorder:
         drawn = None if self.watch is None else self.watch.drawn_so_far()
         compiled = None if self.watch is None else self.watch.compiled_code.so_far()
         try:
-            if not (opaque or is_whole):
+            if type(running) is RunningNative:
                 result = self.mode.watched(running.watch, function, args, kwargs)
             elif self.mode.watcher is None:
                 result = function(*args, **kwargs)
@@ -520,8 +516,10 @@ class Recorder:
                 if place is not None and (storage := _weak(tensor)) is not None:
                     given.use(place)
                     call.modified = [*call.modified, (place, storage)]
-            elif (storage := _weak(tensor)) is not None:
-                self.unknown.append((call, ref(owner), version, is_own, storage))
+            elif not is_own and (storage := _weak(tensor)) is not None:
+                # A native region modified what nobody knows: if the region made it, replay finds it recomputed.
+                self.note_outer(call, key, tensor, version)
+                call.outside = [*call.outside, storage]
         if call.why:  # it runs whole, and reads its variables then
             call.reads = [*call.reads, *given.keys()]
         if given.used:

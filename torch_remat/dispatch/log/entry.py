@@ -201,7 +201,6 @@ class Call(Entry):
         views: Which of them are views.
         shown: Those of the kept ones that recomputed code gets in place of the placeholder.
         number: The number of the first autograd node that it may have made.
-        opaque: Whether nobody watched its ops.
         touched: Whether it modified something created outside the region.
         wrote: The tensors created outside the region that it modified and that replay cannot put back, by name.
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
@@ -231,7 +230,7 @@ class Call(Entry):
     views: Sequence[int] = ()
     shown: frozenset[int] = NOTHING
     number = 0
-    opaque = touched = must_run = higher = False
+    touched = must_run = higher = False
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
