@@ -505,11 +505,14 @@ def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
     torch.testing.assert_close(actual[0], torch.autograd.grad(model(x.exp()).sin().sum(), x)[0])
 
 
-def test_compiled_code_that_changes_the_argument_of_its_native_region_is_an_error():
-    compiled, x = torch.compile(lambda x: x.mul_(2).sin(), backend="aot_eager"), leaf(4)
-    with pytest.raises(remat.UsageError, match=r"::op: .*modified an argument in place unwatched") as caught:
-        remat.checkpoint()(lambda x: remat.native_save_region("op", compiled, x.exp()))(x)
-    assert caught.value.op == "op"
+@pytest.mark.parametrize("keep", [remat.op, lambda f, name: functools.partial(remat.native_save_region, name, f)])
+def test_compiled_code_that_changes_its_argument_is_recomputed(keep):
+    changes = lambda x: x.mul_(2).sin()  # noqa: E731
+    compiled, x = torch.compile(changes, backend="aot_eager"), leaf(4)
+    y = remat.checkpoint()(lambda x: keep(compiled, "op")(x * 3).sin())(x)
+    with pytest.warns(remat.RematWarning, match="replay recomputes this call"):
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert_same(torch.autograd.grad(changes(x * 3).sin().sum(), x)[0], found)
 
 
 def in_block(context):
