@@ -283,8 +283,8 @@ MUTANTS = (
     ),
     Mutant(
         "version of a parameter argument not compared", "writes", "dispatch/region/inputs.py",
-        "return Input(index, leaf, None, leaf._version)",
-        "return Input(index, leaf, None, -1)",
+        "                one.kept = leaf\n",
+        "                one.kept, one.version = leaf, -1\n",
     ),
     Mutant(
         "version of a kept result not compared", "writes", "dispatch/log/slot.py",

@@ -53,6 +53,10 @@ class Input:
         same: The index of the earlier argument that it is.
     """
 
+    index: int
+    kept: Any = None
+    requires_grad: bool | None = None
+    version: int = -1
     unpack: Callable[[Any], Tensor] | None = None
     layout: tuple[tuple[int, ...], bool, bool] | None = None
     given: ref[Tensor] | None = None
@@ -61,9 +65,6 @@ class Input:
     has_history = False
     changed = False
     same: int | None = None
-
-    def __init__(self, index: int, kept: Any, requires_grad: bool | None, version: int) -> None:
-        self.index, self.kept, self.requires_grad, self.version = index, kept, requires_grad, version
 
 
 class RegionInputs:
@@ -109,27 +110,31 @@ class RegionInputs:
                 self._inputs.append(self._keep(index, leaf, hooks))
 
     def _keep(self, index: int, leaf: Tensor, hooks: SavedTensorHooks | None) -> Input:
+        one = Input()
+        one.index = index
+        if not (is_inference := leaf.is_inference()):  # no hooks are asked for what autograd cannot save
+            one.version = leaf._version
         if type(leaf) is not Tensor:
             if type(leaf) in OF_TRACES:
                 self.traced = True
             if is_parameter(leaf):
-                return Input(index, leaf, None, leaf._version)
-        is_inference = leaf.is_inference()  # no hooks are asked for what autograd cannot save
-        one = Input(index, None, leaf.requires_grad, -1 if is_inference else leaf._version)
+                one.kept = leaf
+                return one
+        one.requires_grad = requires_grad = leaf.requires_grad
         if (first := self.originals.get(id(leaf))) is None:
             self.originals[id(leaf)] = index
             if (base := leaf._base) is not None:
                 self.originals.setdefault(id(base), None)
                 self.bases = {*self.bases, id(base)}
                 one.origin = ref(base)
-            elif one.requires_grad:
+            elif requires_grad:
                 one.origin = ref(leaf)
             if leaf.__dict__:  # but not what a subclass keeps of itself in the same place
                 own = () if type(leaf) is Tensor else leaf.detach().__dict__
                 one.attributes = {name: value for name, value in leaf.__dict__.items() if name not in own}
             if hooks is None or is_inference:
                 one.kept = leaf.detach()
-                if not one.requires_grad and type(leaf) is Tensor and leaf.layout is torch.strided:
+                if not requires_grad and type(leaf) is Tensor and leaf.layout is torch.strided:
                     one.given = ref(leaf)
                 return one
         else:
@@ -377,16 +382,15 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
-def with_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an argument for one replay that is no leaf, as where the function writes it."""
-    with torch.enable_grad():
-        made: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())
-    return made
-
-
 def fresh_alias(tensor: torch.Tensor, requires_grad: bool, has_history: bool) -> torch.Tensor:
-    """Return an argument for one replay: a leaf, unless it must not be one."""
-    return with_history(tensor) if requires_grad and has_history else tensor.detach().requires_grad_(requires_grad)
+    """Return an argument for one replay: a leaf, unless it must not be one, as where the function writes it."""
+    alias = tensor.detach()
+    if requires_grad:
+        alias.requires_grad_()
+        if has_history:
+            with torch.enable_grad():
+                alias = _Alias.apply(alias)
+    return alias
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
