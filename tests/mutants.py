@@ -124,18 +124,18 @@ MUTANTS = (
     ),
     Mutant(
         "attributes of an input lost", "gradients", "dispatch/region/inputs.py",
-        "leaves[index].__dict__.update(attributes)",
+        "alias.__dict__.update(one.attributes)",
         "pass",
     ),
     Mutant(
         "strides of an input lost under hooks", "gradients", "dispatch/region/inputs.py",
-        "kept = _with_strides(kept, self._strides[index])",
+        "kept = _laid_as(kept, *one.layout)",
         "pass",
     ),
     Mutant(
         "argument given twice is two tensors", "gradients", "dispatch/region/inputs.py",
-        "leaves[index] = leaves[leaf.index]",
-        "leaves[index] = leaves[leaf.index].detach().clone()",
+        "leaves[one.same] if one.same is not None",
+        "leaves[one.same].detach().clone() if one.same is not None",
     ),
     Mutant(
         "replay does not stop early", "gradients", "dispatch/region/replay.py",
@@ -278,13 +278,13 @@ MUTANTS = (
     ),
     Mutant(
         "version of an input not compared", "writes", "dispatch/region/inputs.py",
-        "elif version >= 0 and kept._version != version:",
+        "elif one.version >= 0 and kept._version != one.version:",
         "elif False:",
     ),
     Mutant(
         "version of a parameter argument not compared", "writes", "dispatch/region/inputs.py",
-        "            if requires_grad is None:\n                if kept._version != version:",
-        "            if requires_grad is None:\n                if False:",
+        "                one.kept = leaf\n",
+        "                one.kept, one.version = leaf, -1\n",
     ),
     Mutant(
         "version of a kept result not compared", "writes", "dispatch/log/slot.py",

@@ -227,8 +227,7 @@ def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:
 def parameters_of(region: Region) -> Iterator[torch.Tensor]:
     """Yield the parameters that a region knows, some several times: they exist anyway, and so does their memory."""
     saved = [entry for entry in list(region.tape.saved) if isinstance(entry, torch.Tensor) and is_parameter(entry)]
-    inputs = region.inputs
-    given = () if inputs is None else (*inputs.parameters(), *inputs.viewed_parameters())
+    given = () if region.inputs is None else region.inputs.parameters()
     for parameter in (*region.parameters, *saved, *given):
         if parameter is not None:
             yield parameter

@@ -191,12 +191,13 @@ def test_a_leaf_that_changes_after_its_cast_was_read_is_an_error(way):
         y.float().sum().backward()
 
 
+@pytest.mark.parametrize("way", [RECOMPUTED, BY_NATIVE_REGION, BY_OP], ids=str)
 @pytest.mark.parametrize("wrap", [lambda x: (x,), lambda x: ([x],)], ids=["argument", "in a list"])
-def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap):
+def test_input_that_the_region_itself_changes_is_an_error_that_says_so(wrap, way):
     def block(x):
         x = x[0] if isinstance(x, list) else x
         y = x.sin()
-        x.add_(1)
+        way.keep("write", lambda x: x.add_(1), x)
         return y.exp() * x
 
     x = torch.ones(4)

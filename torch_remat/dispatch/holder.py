@@ -48,11 +48,8 @@ class InputsLike(Protocol):
     def modules(self) -> Sequence[Module]:
         """Return the modules among the arguments."""
 
-    def is_made_as(self, tensor: torch.Tensor, node: Any) -> bool:
-        """Whether an argument has this history."""
-
-    def has_values_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument that reached the function otherwise than by the call."""
+    def was_given(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument of forward, or what one is a view of: replay met it in a closure."""
 
     def note_histories(self) -> None:
         """Note which arguments have a `grad_fn`, since replay needs them with one, too."""

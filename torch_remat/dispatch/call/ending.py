@@ -84,7 +84,7 @@ class _Ending:
             self._check_whole(needs.run)
         if log.watch is not None:
             log.watch.finish()
-        if (log.changes or (log.has_policy and log.storages.has_writes)) and region.inputs is not None:
+        if log.has_policy and log.storages.has_writes and region.inputs is not None:
             region.inputs.accept_changes(self._is_not_repeated)
 
     def _graph(self) -> Readers:
@@ -109,12 +109,9 @@ class _Ending:
             if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
                 entry.why = "a result of it was modified in place afterwards"
 
-    def _is_not_repeated(self, tensor: Tensor, times: int) -> bool:
-        """Whether replay repeats none of the modifications of an input of the region, ``times`` in number."""
-        log = self._log
-        if log.has_policy:
-            return log.storages.has_changed(tensor) or key_of(tensor) in log.changes
-        return log.changes.get(key_of(tensor)) == times
+    def _is_not_repeated(self, tensor: Tensor) -> bool:
+        """Whether replay of a region with a policy skips the modifications of an input."""
+        return self._log.storages.has_changed(tensor) or key_of(tensor) in self._log.changes
 
     def _check_whole(self, run: Sequence[Entry]) -> None:
         """Warn of the calls that run whole, and refuse those that would modify something outside again."""

@@ -88,7 +88,7 @@ class Recorder:
         needed: The storages that replay reads in any case, each after how many entries.
         returned: The outputs of handles that a call returned: the call, the storage, and after how many entries.
         runs: The saved calls, but those of handles and of torch's own functions.
-        changes: How many times skipped calls have modified an input of the region, by storage.
+        changes: The storages of tensors that outlive the region and that skipped calls have modified.
         watch: The ops, under a policy.
         packs: Whether it has to be asked about each tensor that autograd saves.
         calling: The saved call that runs, if one does.
@@ -132,7 +132,7 @@ class Recorder:
         self.needed: list[tuple[int, int]] = []
         self.returned: list[tuple[Call, int, int]] = []
         self.runs: list[Running] = []
-        self.changes: dict[int, int] = {}
+        self.changes: set[int] = set()
         self.has_handles = False
         # By storage, the outputs of handles that are views of what they were given, or that itself.
         self._views: dict[int, list[tuple[Call, int]]] = {}
@@ -528,8 +528,6 @@ class Recorder:
     def _outlives(self, tensor: Tensor, key: int) -> bool:
         """Whether a modified tensor outlives the region, as far as that is known."""
         region, owner = self.region, tensor if tensor._base is None else tensor._base
-        if region.inputs.is_packed(key):  # replay gets it from elsewhere, as it was when the region began
-            return region.outside is not None and region.outside.holds(key)
         if owner.is_leaf and owner.requires_grad:
             return True
         return region.inputs.lies_with(key) or (region.outside is not None and region.outside.holds(key))
@@ -551,7 +549,7 @@ class Recorder:
     def note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
         """Note that a call modified a tensor that outlives the region."""
         if tensor is not None and version >= 0:
-            self.changes[key] = self.changes.get(key, 0) + version_of(tensor) - version
+            self.changes.add(key)
         call.touched = self.storages.has_writes = True
         outside = self.region.outside
         if outside is None or not outside.has_buffer(key):

@@ -275,7 +275,7 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
     inputs = holder.region.inputs
     if holder.producer is not NoneType or inputs is None or type(owner) is not torch.Tensor:
         return True
-    return not (inputs.is_made_as(owner, owner.grad_fn) or inputs.has_values_of(owner))
+    return not inputs.was_given(owner)
 
 
 # `Tensor.reshape` is the one or the other by whether a dispatch mode is active.
