@@ -200,6 +200,23 @@ def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
     assert_same(program(plain), program(NORMED[how]))
 
 
+@pytest.mark.parametrize("how", NORMED)
+def test_instance_norm_with_running_statistics(how):
+    """It reads copies of its statistics, and then writes them."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(3, track_running_stats=True), nn.Tanh())
+        results = []
+        for _ in range(2):
+            x = leaf(2, 3, 8)
+            (wrap(module)(x).square().sum() + wrap(module)(x.cos()).sum()).backward()
+            results.append(x.grad)
+        return [*results, *module.buffers()]
+
+    assert_same(program(plain), program(NORMED[how]))
+
+
 class Cached(nn.Module):
     """Makes a buffer when it first runs, as attention does with the biases of positions."""
 

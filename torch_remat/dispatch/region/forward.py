@@ -51,7 +51,6 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
-from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import warn
@@ -90,11 +89,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             parent.take_others(region.tape)
     finally:
         mode.forget()
-    if region.outside is not None:
-        if isinstance(parent, Recording) and not is_part:
-            parent.region.outside = parent.region.outside or Outside()
-            parent.region.outside.take_over(region.outside)
-        region.outside.let_go()
     if region.keeper is not None:
         region.keeper.finish()  # counts what is left
     for node in nodes:
@@ -342,10 +336,10 @@ class Recording(RematMode):
             if leaf._version != version and (holder := entry()) is not None and holder.value is None:
                 mark_changed(holder)
         self._casts.clear()
-        if region.outside is not None:
-            region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if self.ops is not None:
             finish(self.ops, boundary)
+        if region.outside is not None:
+            region.outside.finish(bool if self.ops is None else self.ops.storages.has_changed)
         if keeper is not None:
             for entry, value in values:
                 keeper.keep(entry, value)
