@@ -77,7 +77,7 @@ class Noted:
         tensor = self.place.held()
         if not isinstance(tensor, Tensor):
             return State(None, 0)
-        if self.place.module is not None and is_lazy(tensor):  # the region may initialize it
+        if type(tensor) is not Tensor and is_lazy(tensor):  # the region may initialize it
             return State(tensor, UNCOUNTED)
         is_copied = with_values and not tensor.is_sparse and tensor.nbytes <= COPIED_BYTES
         return State(tensor, version_of(tensor), _copy(tensor) if is_copied else None)
@@ -109,11 +109,9 @@ class Noted:
                 self.until = self.last if moved == self.by_calls else inf
         self.place = self.place._replace(tensor=None)
 
-    def go_back(self, region: str) -> tuple[list[tuple[Place, State]], list[Unreadable]]:
-        """Return what the place is now, to be put back after a replay, and what that must not read."""
+    def go_back(self, region: str, before: list[tuple[Place, State]], unread: list[Unreadable]) -> None:
+        """Note what the place is now, to be put back after a replay, and what that must not read."""
         now = self.now(False)
-        before: list[tuple[Place, State]] = []
-        unread: list[Unreadable] = []
         if self.start is not None:
             seen = set()
             for tensor, version, copy in (self.start, *self.left):
@@ -136,7 +134,6 @@ class Noted:
             if until := inf if has_moved else self.until:
                 error = partial(_changed, region, self.place, bool(self.until))
                 unread.append((keys_of(now.tensor), until, not self.by_calls, has_moved, error))
-        return before, unread
 
 
 class Outside:
@@ -242,9 +239,7 @@ class Outside:
         before: list[tuple[Place, State]] = []
         unread: list[Unreadable] = []
         for noted in self._noted:  # two places may be one: all are read before any is put
-            found = noted.go_back(region)
-            before += found[0]
-            unread += found[1]
+            noted.go_back(region, before, unread)
         put_back([(noted.place, noted.start) for noted in self._noted if noted.start is not None])
         return before, unread
 
