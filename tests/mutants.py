@@ -425,8 +425,8 @@ MUTANTS = (
     ),
     Mutant(
         "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
-        "            self.region.outside.leave(call.name)\n",
-        "            pass\n",
+        "for tensor in self.region.outside.leave(call.name):",
+        "for tensor in ():",
     ),
     Mutant(
         "tensor replaced that a skipped op saves not noticed", "outside", "dispatch/check/unread.py",

@@ -193,7 +193,9 @@ class Answerer:
         if call.drawn is not None:
             call.drawn.restore()
         if call.touched and self.region.outside is not None:
-            self.region.outside.leave(call.name)
+            for tensor in self.region.outside.leave(call.name):
+                if tensor is not None:
+                    self.note_loaded(tensor)
 
     def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether replay runs a call whole that it has to."""

@@ -199,7 +199,11 @@ class Outside:
                 continue
             assert noted.start is not None
             if copy is not None or now.tensor is not noted.start.tensor:  # also what the region itself has put there
-                effects.append((noted, state := noted.now(noted.is_small)))
+                state = noted.now(noted.is_small)
+                if state.tensor is not None and state.tensor.grad_fn is not None:  # its graph may own the region
+                    with without_modes_for(state.tensor):
+                        state = state._replace(tensor=state.tensor.detach().requires_grad_())
+                effects.append((noted, state))
                 noted.left = [*noted.left, state]
             else:
                 noted.by_calls += now.version - version
@@ -243,9 +247,11 @@ class Outside:
         put_back([(noted.place, noted.start) for noted in self._noted if noted.start is not None])
         return before, unread
 
-    def leave(self, name: str) -> None:
-        """Leave the places as a skipped call left them."""
-        put_back([(noted.place, state) for noted, state in self._effects.get(name, ()) if noted.start is not None])
+    def leave(self, name: str) -> list[Tensor | None]:
+        """Leave the places as a skipped call left them; return what was put there."""
+        left = [(noted.place, state) for noted, state in self._effects.get(name, ()) if noted.start is not None]
+        put_back(left)
+        return [state.tensor for _, state in left]
 
 
 def _keys(places: Sequence[Noted]) -> set[int]:
