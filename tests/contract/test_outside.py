@@ -524,5 +524,28 @@ def test_tensor_that_the_region_binds_and_a_call_then_modifies(who, rows):
     assert all(map(torch.equal, program(lambda block: block), program(remat.checkpoint())))
 
 
+@pytest.mark.parametrize("when", ["by the region", "before backward"])
+def test_tensor_that_a_call_binds_and_that_is_modified_later_is_not_read(when):
+    module = Module(None, torch.rand(4), is_buffer=False)
+
+    def update(x):
+        module.average = module.average * 0.5
+        return x.tanh()
+
+    def block(x):
+        x = remat.op(update, "update")(x) * module.average.clone()
+        if when == "by the region":
+            module.average.add_(1)
+        return x.sin()
+
+    y = remat.checkpoint()(block)(torch.randn(4, requires_grad=True))
+    if when == "before backward":
+        module.average.add_(1)
+    left = module.average.clone()
+    with pytest.raises(remat.MutationError, match="average"):
+        y.sum().backward()
+    assert torch.equal(module.average, left)
+
+
 def is_found_bitwise(cell: Cell) -> bool:
     return isinstance(run_cell(cell, determinism_check="bitwise").error, remat.RematError)
