@@ -165,18 +165,18 @@ MUTANTS = (
     ),
     Mutant(
         "draws of a skipped call not skipped", "random", "dispatch/call/answerer.py",
-        "        if call.drawn is not None:\n            call.drawn.restore()\n        if call.kind == ONE:",
+        "        self.leave(call)\n        if call.kind == ONE:",
         "        if call.kind == ONE:",
     ),
     Mutant(
         "draws of a skipped handle not skipped", "random", "dispatch/call/handle.py",
-        "        if call.drawn is not None:\n            call.drawn.restore()\n        made = []",
+        "        if call.drawn is not None or call.touched:\n            ops.leave(call)\n        made = []",
         "        made = []",
     ),
     Mutant(
         "draws of a native region not skipped", "random", "dispatch/call/native.py",
-        "        call.drawn.restore()\n",
-        "        pass\n",
+        "    answerer.leave(call)\n",
+        "",
     ),
     Mutant(
         "draws of a skipped op not skipped", "random", "dispatch/log/op_answerer.py",
@@ -395,13 +395,13 @@ MUTANTS = (
     ),
     Mutant(
         "buffer not copied", "outside", "dispatch/region/outside.py",
-        "copy = _copy(tensor) if is_small and may_change else None",
-        "copy = None",
+        "_copy(tensor) if is_copied else None",
+        "None",
     ),
     Mutant(
         "buffer without a counter not compared", "outside", "dispatch/region/outside.py",
-        "by_value = self.is_trained and not moved",
-        "by_value = False and not moved",
+        "is_written = bool(moved) or not (copy is None or tensor is None or _same(tensor, copy))",
+        "is_written = bool(moved)",
     ),
     Mutant(
         "counter of a buffer not put back", "outside", "dispatch/region/outside.py",
@@ -410,28 +410,28 @@ MUTANTS = (
     ),
     Mutant(
         "change by a skipped call not noted", "outside", "dispatch/region/outside.py",
-        "if is_same and now.version == before.version and not by_value:",
-        "if True:",
+        "            if is_same and (copy is None or tensor is None or _same(tensor, copy)):",
+        "            if True:",
     ),
     Mutant(
         "later change of an outside tensor not noticed", "outside", "dispatch/region/outside.py",
-        "return 0 if self.is_as_left() else inf",
-        "return 0",
+        "if until := inf if has_moved else self.until:",
+        "if until := self.until:",
     ),
     Mutant(
-        "later change of a changed buffer not noticed", "outside", "dispatch/region/outside.py",
-        "return self.last if self.is_as_left() else inf",
-        "return self.last",
+        "change of what a call bound not noticed", "outside", "dispatch/region/outside.py",
+        "has_moved = copy is None and version_of(tensor) != version",
+        "has_moved = False",
+    ),
+    Mutant(
+        "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
+        "for tensor in self.region.outside.leave(call.name):",
+        "for tensor in ():",
     ),
     Mutant(
         "tensor replaced that a skipped op saves not noticed", "outside", "dispatch/check/unread.py",
         "if not self.moved.isdisjoint(keys_of(tensor)):",
         "if False:",
-    ),
-    Mutant(
-        "changes by an inner region not taken over", "outside", "dispatch/region/forward.py",
-        "            parent.region.outside.take_over(region.outside)\n",
-        "",
     ),
     Mutant(
         "unread tensor stays so when it is overwritten", "outside", "dispatch/check/unread.py",

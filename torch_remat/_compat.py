@@ -653,10 +653,8 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-# The base of all batch norms, which in training read none of their statistics, and write them uncounted; and that of
-# instance norms too, which are batch norms on copies of the statistics.
+# The base of all batch norms, which in training read none of their statistics, and write them uncounted.
 BATCH_NORM: type = torch.nn.modules.batchnorm._BatchNorm
-NORM: type = torch.nn.modules.batchnorm._NormBase
 
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
 # than them, and the policy is in the first.

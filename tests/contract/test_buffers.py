@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -200,6 +202,23 @@ def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
     assert_same(program(plain), program(NORMED[how]))
 
 
+@pytest.mark.parametrize("how", NORMED)
+def test_instance_norm_with_running_statistics(how):
+    """It reads copies of its statistics, and then writes them."""
+
+    def program(wrap):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(3, track_running_stats=True), nn.Tanh())
+        results = []
+        for _ in range(2):
+            x = leaf(2, 3, 8)
+            (wrap(module)(x).square().sum() + wrap(module)(x.cos()).sum()).backward()
+            results.append(x.grad)
+        return [*results, *module.buffers()]
+
+    assert_same(program(plain), program(NORMED[how]))
+
+
 class Cached(nn.Module):
     """Makes a buffer when it first runs, as attention does with the biases of positions."""
 
@@ -252,3 +271,38 @@ def test_gradient_taken_after_a_native_region_modified_a_buffer_is_exact():
         module.average.fill_(1)
         found.append((torch.autograd.grad(region(x).sum(), x)[0], module.average.clone()))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("call", [remat.op, lambda function, name: partial(remat.native_save_region, name, function)])
+def test_region_does_not_own_the_graph_of_what_a_call_binds(call):
+    module = nn.Module()
+    module.last = torch.zeros(4)
+
+    def attend(x):
+        module.last = x.sin()
+        return module.last.exp()
+
+    y = remat.checkpoint()(lambda x: call(attend, "attend")(x.cos()) * module.last.detach())(leaf(4))
+    last = weakref.ref(module.last)
+    module.last = None
+    del y
+    assert last() is None
+
+
+def test_region_reads_what_a_native_region_has_bound_with_its_graph():
+    module = nn.Module()
+    module.last = torch.zeros(4, 4)
+
+    def attend(x):
+        module.last = x.sin() * 2
+        return x.exp()
+
+    def block(x):
+        return (remat.native_save_region("attend", attend, x.cos()) * module.last.sin()).sin()
+
+    gradients, start = [], leaf(4, 4)
+    for region in (block, remat.checkpoint()(block)):
+        x = start.detach().requires_grad_()
+        region(x).sum().backward()
+        gradients.append(x.grad)
+    assert_same(*gradients)

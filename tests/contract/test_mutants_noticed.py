@@ -215,14 +215,6 @@ def test_saved_op_that_gets_a_part_of_its_argument_in_replay_is_an_error():
         y.sum().backward()
 
 
-def test_buffer_that_only_an_inner_region_reaches_is_changed_once():
-    class Box:
-        inner = Steps(lambda x: 2)
-
-    checkpointed(lambda x: checkpointed(Box.inner)(x.sin()).exp())(leaf(4)).sum().backward()
-    assert Box.inner.count == 1
-
-
 def test_outside_tensor_that_the_region_overwrites_before_it_reads_it():
     scratch = torch.zeros(4)
 

@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from torch_remat._compat import Handler, internal_hook, top_saved_tensors_hooks, without_torch_function
-from torch_remat.dispatch.call.call import variables_of
+from torch_remat.dispatch.call.call import cannot_be_skipped, variables_of
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.native import replay_native
 from torch_remat.dispatch.call.result import another_call, identity_of, is_flat, kept_or_stand_in, result_of
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
+from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there
 from torch_remat.dispatch.log.matching import Suppressed
@@ -56,7 +57,6 @@ from torch_remat.errors import (
     MutationError,
     RematError,
     RematWarning,
-    UsageError,
     at_user_line,
     qualified_name,
     raised_at,
@@ -183,11 +183,19 @@ class Answerer:
             return self._run_whole(call, function, args, kwargs, given)
         if call.waiting:
             self.fill_waiting(call, given)
-        if call.drawn is not None:
-            call.drawn.restore()
+        self.leave(call)
         if call.kind == ONE:
             return kept_or_stand_in(self, call, 0)
         return result_of(self, call, given)
+
+    def leave(self, call: Call) -> None:
+        """Leave generators, and what outlives the region, as a skipped call left them."""
+        if call.drawn is not None:
+            call.drawn.restore()
+        if call.touched and self.region.outside is not None:
+            for tensor in self.region.outside.leave(call.name):
+                if tensor is not None:
+                    self.note_loaded(tensor)
 
     def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether replay runs a call whole that it has to."""
@@ -201,11 +209,10 @@ class Answerer:
                 for place, storage in call.modified
             ]
             if all(same):  # they are outside the region and already modified
-                if call.must_run:
-                    what = "this call modified a buffer, and a tensor created outside that the region does not reach"
-                    remedy = "Pass the tensor to the region as an argument."
-                    self.replay.fail(UsageError(what, region=self.region_name, op=call.name, remedy=remedy))
                 return False
+            if call.wrote:
+                what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
+                self.replay.fail(cannot_be_skipped(self.region, call, what, "Use the out-of-place form"))
             warn_of_second_run(self.region, call)
         return True
 
@@ -395,17 +402,14 @@ class Answerer:
         call = self.region.tape.records.get(source.op)
         return call is not None and call.is_handle and self.region.options.policy is None
 
-    def changed_later(self) -> list[tuple[int, float, Callable[[Tensor], RematError]]]:
-        """Return the storages outside the region that calls modify: what reads one earlier would read what was left.
-
-        Returns:
-            The storages, each with how many names must have begun, and the error of the tensor that is read.
-        """
+    def changed_later(self) -> list[Unreadable]:
+        """Return the storages outside the region that calls modify: what reads one earlier would read what was left."""
+        outside = self.region.outside
+        small = frozenset[int]() if outside is None else outside.small()
         return [
-            (key, at + 1, partial(_read_too_early, self.region_name, call.name))
+            (keys, at + 1, False, False, partial(_read_too_early, self.region_name, call.name))
             for at, call in enumerate(self._calls)
-            if call.outside
-            for key in still_there(call.outside)
+            if call.outside and (keys := still_there(call.outside) - small)
         ]
 
     # Starting over.

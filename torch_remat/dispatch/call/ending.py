@@ -115,14 +115,12 @@ class _Ending:
 
     def _check_whole(self, run: Sequence[Entry]) -> None:
         """Warn of the calls that run whole, and refuse those that would modify something outside again."""
-        region, outside = self._region, self._region.outside
-        has_changed = self._log.storages.has_changed
+        region = self._region
         for call in run:
             if type(call) is not Call or (call.is_handle and not self._log.has_policy):
                 continue
             call.why = call.why or "replay needs a result of it that was modified in place afterwards"
             if call.modified:  # replay knows whether these are the region's own
-                call.must_run = outside is not None and outside.runs_again(call.name, has_changed)
                 continue
             if call.wrote:
                 raise cannot_be_skipped(
@@ -131,8 +129,6 @@ class _Ending:
                     f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}",
                     "Use the out-of-place form",
                 )
-            if outside is not None:
-                outside.runs_again(call.name, has_changed)
             warn_of_second_run(region, call)
 
     def _roots(self) -> list[tuple[int, int]]:

@@ -217,6 +217,9 @@ class Replay(Loading, Protocol):
     def come_to(self, call: Call) -> None:
         """Come to a saved call."""
 
+    def leave(self, call: Call) -> None:
+        """Leave generators, and what outlives the region, as a skipped call left them."""
+
     def begin_body(self, call: Call) -> None:
         """Let the ops of a body run."""
 
@@ -462,8 +465,8 @@ class SkippedOp(ReplayOp):
                 ops.begin_body(call)
             ctx.apply = partial(_refuse_backward, new_tuple(Source, (ops.region_name, call.name, "", id(ops.region))))
             return None
-        if call.drawn is not None:
-            call.drawn.restore()
+        if call.drawn is not None or call.touched:
+            ops.leave(call)
         made = []
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             label = call.label(place) if call.template else "out"

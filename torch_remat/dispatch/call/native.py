@@ -308,6 +308,9 @@ class Replay(Loading, Protocol):
     native_ops: OpAnswerer | None
     native: Call | None
 
+    def leave(self, call: Call) -> None:
+        """Leave generators, and what outlives the region, as a skipped call left them."""
+
 
 def replay_native(
     answerer: Replay, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -352,7 +355,6 @@ def replay_native(
 def _end(answerer: Replay, call: Call, ops: OpAnswerer) -> None:
     if (error := ops.missing()) is not None:
         answerer.replay.fail(error)
-    if call.drawn is not None:
-        call.drawn.restore()
     if answerer.suppressed.pending:
         answerer.suppressed.restore()
+    answerer.leave(call)

@@ -425,7 +425,7 @@ class Recorder:
         if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
-        before = None if of_torch or self.region.outside is None else self.region.outside.states()
+        before = None if of_torch or self.region.outside is None else self.region.outside.before()
         drawn = None if self.watch is None else self.watch.drawn_so_far()
         compiled = None if self.watch is None else self.watch.compiled_code.so_far()
         try:
@@ -496,7 +496,7 @@ class Recorder:
         """Note what a call has changed of what the region reaches."""
         outside = self.region.outside
         assert outside is not None
-        call.touched, names = outside.note_skipped(before, len(self.region.tape.records), call.name)
+        call.touched, names = outside.after(before, call.name, len(self.region.tape.records))
         call.wrote = [*call.wrote, *names]
 
     def note_writes(self, running: Running) -> None:
@@ -552,7 +552,7 @@ class Recorder:
             self.changes.add(key)
         call.touched = self.storages.has_writes = True
         outside = self.region.outside
-        if outside is None or not outside.has_buffer(key):
+        if outside is None or key not in outside.small():
             call.wrote = [*call.wrote, "a tensor created outside the region"]
 
     def note_result(self, call: Call, result: Tensor, key: int) -> None:
@@ -647,7 +647,7 @@ class Recorder:
             if self.draws is not None and calling is None:
                 self.draws.begin()
             if self.region.outside is not None and calling is None:
-                op.before = self.region.outside.states()
+                op.before = self.region.outside.before()
         tape = self.region.tape
         if name in tape.records:
             self.note_call(call)

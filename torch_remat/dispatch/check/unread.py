@@ -13,11 +13,11 @@ elsewhere is not an error. The mode is on the stack only in a replay that must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import Parameter
@@ -35,24 +35,10 @@ MakeError = Callable[[], RematError]
 MakeErrorOf = Callable[[torch.Tensor], RematError]  # of the tensor that is read
 # What writes all of its first argument, whatever was there.
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
-
-
-class Unreadable(NamedTuple):
-    """What a replay must not read.
-
-    Attributes:
-        tensor: The tensor.
-        until: How many names must have begun in the replay before it may.
-        may_be_overwritten: Whether an op that overwrites all of it makes it right.
-        has_moved: Whether it is another tensor since forward ended, or was modified, so that a saved one is wrong, too.
-        error: The error, given the tensor that is read.
-    """
-
-    tensor: torch.Tensor
-    until: float
-    may_be_overwritten: bool
-    has_moved: bool
-    error: MakeErrorOf
+# Storages, as `key_of` names them; how many names must have begun in a replay before they may be read; whether an op
+# that overwrites all of one makes it right; whether one is another since forward ended, so that a saved tensor is
+# wrong, too; and the error.
+Unreadable = tuple[Collection[int], float, bool, bool, MakeErrorOf]
 
 
 class Unread(DispatchMode):
@@ -81,31 +67,15 @@ class Unread(DispatchMode):
         self.moved: set[int] = set()
         self.compiled_code = CompiledCode()
 
-    def add(
-        self,
-        parameters: Mapping[int, MakeError],
-        tensors: Sequence[Unreadable],
-        storages: Sequence[tuple[int, float, MakeErrorOf]],
-    ) -> None:
-        """Note what must not be read.
-
-        Args:
-            parameters: By the id of each parameter its error.
-            tensors: Other tensors.
-            storages: Storages, as `key_of` names them, each with how many names must have begun before it may be read.
-        """
+    def add(self, parameters: Mapping[int, MakeError], storages: Sequence[Unreadable]) -> None:
+        """Note what must not be read: parameters, by id, and storages."""
         self._parameters = parameters
-        for tensor, until, may_be_overwritten, has_moved, error in tensors:
-            for key in keys_of(tensor):
-                self._add(key, until, may_be_overwritten, error)
-                if has_moved:
-                    self.moved.add(key)
-        for key, until, error in storages:
-            self._add(key, until, False, error)
-
-    def _add(self, key: int, until: float, may_be_overwritten: bool, error: MakeErrorOf) -> None:
-        if until > self._storages.get(key, (0.0,))[0]:
-            self._storages[key] = until, may_be_overwritten, error
+        for keys, until, may_be_overwritten, has_moved, error in storages:
+            for key in keys:
+                if until > self._storages.get(key, (0.0,))[0]:
+                    self._storages[key] = until, may_be_overwritten, error
+            if has_moved:
+                self.moved.update(keys)
 
     def check_saved(self, tensor: torch.Tensor) -> None:
         """End the replay if forward saved something else: an op or a call that is skipped reads nothing."""
@@ -147,25 +117,15 @@ class Unread(DispatchMode):
 
     def _look_at(self, effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         written = written_arguments(effects, args, kwargs)
-        for tensor in _read(effects, args, kwargs, written):
-            self.read(tensor)
+        if effects.name in WRITES_WITHOUT_SAYING and args[5]:
+            args = [*args[:3], *args[5:]]
+        for tensor in tensors_in(args, kwargs):
+            if not any(tensor is one for one in written):
+                self.read(tensor)
         if effects.name in _OVERWRITES:
-            key = key_of(written[0])
-            known = self._storages.get(key)
-            is_whole = written[0].nbytes == written[0].untyped_storage().nbytes() if known is not None else False
-            if known is not None and known[1] and is_whole:
+            known = self._storages.get(key := key_of(written[0]))
+            if known is not None and known[1] and written[0].nbytes == written[0].untyped_storage().nbytes():
                 del self._storages[key]
-
-
-def _read(
-    effects: Effects, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an op reads, without those that it updates."""
-    if effects.name in WRITES_WITHOUT_SAYING and args[5]:
-        args = [*args[:3], *args[5:]]
-    for tensor in tensors_in(args, kwargs):
-        if not any(tensor is one for one in written):
-            yield tensor
 
 
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[int]:

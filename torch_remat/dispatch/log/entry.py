@@ -205,7 +205,6 @@ class Call(Entry):
         wrote: The tensors created outside the region that it modified and that replay cannot put back, by name.
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
             runs it whole if it has others there, which the region makes.
-        must_run: Whether it also modified what replay has put back to be modified anew.
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
     """
@@ -230,7 +229,7 @@ class Call(Entry):
     views: Sequence[int] = ()
     shown: frozenset[int] = NOTHING
     number = 0
-    touched = must_run = higher = False
+    touched = higher = False
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""

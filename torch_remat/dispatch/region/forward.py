@@ -57,7 +57,6 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
-from torch_remat.dispatch.region.outside import Outside
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import UsageError, warn
@@ -100,11 +99,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         raise region.misuse() from None  # of which an operator such as `@` has made "unsupported operand"
     finally:
         mode.forget()
-    if region.outside is not None:
-        if isinstance(parent, Recording) and not is_part:
-            parent.region.outside = parent.region.outside or Outside()
-            parent.region.outside.take_over(region.outside)
-        region.outside.let_go()
     if region.keeper is not None:
         region.keeper.finish()  # counts what is left
     for node in nodes:
@@ -353,8 +347,6 @@ class Recording(RematMode):
             raise region.misuse()  # also where user code swallowed it
         if self._values is not None:
             self._values.flush()
-        if region.outside is not None:
-            region.outside.finish(None if self.ops is None else self.ops.storages.has_changed)
         if (carriers := self._carriers) is not None:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
@@ -369,6 +361,8 @@ class Recording(RematMode):
         self._casts.clear()
         if self.ops is not None:
             finish(self.ops, boundary)
+        if region.outside is not None:
+            region.outside.finish(bool if self.ops is None else self.ops.storages.has_changed)
         if keeper is not None:
             for entry, value in values:
                 keeper.keep(entry, value)

@@ -1,21 +1,18 @@
 """What outlives a region and may change: buffers, tensors of closures and globals.
 
-In: the places that the region's function reaches. Kept: their versions, copies of small buffers that forward changed,
-and which calls changed what. Out: in a replay small buffers as forward found them, all of it afterwards as it was, and
-the tensors that the replay must not read.
+In: the places that the region's function reaches. Kept: tensors and versions there, and copies of small buffers that
+changed. Out: in a replay the state of forward, afterwards all as it was, and the tensors that the replay must not read.
 
 NOTE [ Outside ]
-A tensor counts as changed if its version counter moved in forward or if its place was bound to another tensor; a small
-buffer of a module in training also if its values differ, since batch norms and ``.data`` move no counter.
-1. A buffer of at most 64 KiB that only recomputed code changed is as forward found it while the replay runs, and
-   afterwards as it was. So is a place that was only bound to another tensor.
-2. What only skipped calls changed is not changed again. It is *unread* until the replay has passed the last of them.
-3. A larger buffer, or a tensor that is not a buffer, that recomputed code changed, and any tensor that both changed, is
-   copied for the replay, put back afterwards, and unread throughout.
-4. Any other tensor that is not as the region's forward left it when the replay begins (another region, another call of
-   the same module, or the user changed it) is unread throughout.
+Which tensor a place is bound to, and the values of a buffer of at most 64 KiB of a module in training, are *state*: if
+forward changes them, replay starts from what forward began with, a skipped call leaves there what it left in forward,
+and afterwards all is as it was. Values are compared too, since batch norms and ``.data`` move no counter.
+All else that changed is *unread*:
+1. What only skipped calls modified, until the last of them has begun; it is not modified again.
+2. What recomputed code modified, throughout; it is copied for the replay, and put back afterwards.
+3. What is not as the region's forward left it (another region, another call of the module or the user modified it).
 Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
-read it before; writes are not repeated, unless an op that runs again has read a small buffer before.
+read it before; these writes are no state, and not repeated, unless an op that runs again reads a small buffer.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torch_remat._compat import BATCH_NORM, NORM, is_refused, set_version, without_modes_for
+from torch_remat._compat import BATCH_NORM, is_refused, set_version, without_modes_for
 from torch_remat.dispatch.check.unread import Unreadable
-from torch_remat.dispatch.log.meta import key_of, keys_of
+from torch_remat.dispatch.log.meta import keys_of
 from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
 from torch_remat.dispatch.reach import Place
 from torch_remat.errors import MutationError, RematError, at_user_line
@@ -42,143 +39,104 @@ COPIED_BYTES = 1 << 16
 
 
 class State(NamedTuple):
-    """A place at one time.
+    """What was at a place at one time: a tensor, its version counter, and its values if they are state."""
 
-    Attributes:
-        place: The place.
-        tensor: The tensor that was there.
-        version: Its version counter.
-        copy: Its values; None if they were not copied.
-    """
-
-    place: Place
     tensor: Tensor | None
     version: int
-    copy: Tensor | None
+    copy: Tensor | None = None
 
 
 class Noted:
     """One place, from the region's start on.
 
     Attributes:
-        start: The place when forward began; past the end of forward only where the replay starts from it.
-        is_trained: Whether it is a small buffer of a module in training, whose values are compared too.
-        names: The skipped calls that changed it.
-        skipped: By how much skipped calls moved the version counter; None if none of them changed it.
-        last: How many names had begun when the last of these calls was over; infinite if replay never passes it.
-        after: Its values after that call, if no version counter told that it changed them.
-        left: The tensor and its version when forward ended.
+        place: The place.
+        is_small: Whether it is of a buffer of a module in training, whose values are state if they are small.
+        start: What forward found there; past forward only where the replay starts from it.
+        left: What skipped calls left there, of what is state.
+        by_calls: By how much skipped calls moved the version counter of what is no state.
+        last: How many names had begun when the last of these calls was over.
+        until: How many names must have begun before a replay may read the tensor.
+        end: The tensor and its version when forward ended.
         shape: Its shape then.
-        is_changed: Whether forward changed it.
-        is_bound: Whether a skipped call bound the place to another tensor.
-        is_put_back: Whether the replay starts from its state at the start of forward.
-        is_copied: Whether the replay may change it, so that its values are put back.
+        repeats: Whether ops of a policy write the small buffer again.
     """
 
-    __slots__ = (
-        "after",
-        "is_bound",
-        "is_changed",
-        "is_copied",
-        "is_put_back",
-        "is_trained",
-        "last",
-        "left",
-        "names",
-        "place",
-        "shape",
-        "skipped",
-        "start",
-    )
+    __slots__ = ("by_calls", "end", "is_small", "last", "left", "place", "repeats", "shape", "start", "until")
 
-    def __init__(self, start: State, is_trained: bool = False) -> None:
-        self.place = start.place
-        self.start: State | None = start
-        self.is_trained = is_trained
-        self.names: list[str] = []
-        self.skipped: int | None = None
-        self.last = 0.0
-        self.after: Tensor | None = None
-        self.left: tuple[ref[Tensor] | None, int] = (None, 0)
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.is_small = place.module is not None and place.module.training
+        self.start: State | None = self.now(self.is_small)
+        self.left: Sequence[State] = ()
+        self.by_calls, self.last, self.until = 0, 0, 0.0
+        self.repeats = False
+        self.end: tuple[ref[Tensor] | None, int] = (None, 0)
         self.shape: torch.Size | None = None
-        self.is_bound = self.is_changed = self.is_put_back = self.is_copied = False
 
     def now(self, with_values: bool) -> State:
-        """Return the state of the place now."""
+        """Return what is at the place now."""
         tensor = self.place.held()
         if not isinstance(tensor, Tensor):
-            return State(self.place, None, 0, None)
-        return State(self.place, tensor, version_of(tensor), _copy(tensor) if with_values else None)
+            return State(None, 0)
+        if type(tensor) is not Tensor and is_lazy(tensor):  # the region may initialize it
+            return State(tensor, UNCOUNTED)
+        is_copied = with_values and not tensor.is_sparse and tensor.nbytes <= COPIED_BYTES
+        return State(tensor, version_of(tensor), _copy(tensor) if is_copied else None)
 
-    def note_skipped(self, before: State, last: int, name: str) -> bool:
-        """Note what a call that replay skips has changed, given the state before it; return whether it has."""
-        now = self.now(False)
-        is_same = now.tensor is before.tensor
-        by_value = is_same and before.copy is not None and now.tensor is not None and not _same(now.tensor, before.copy)
-        if is_same and now.version == before.version and not by_value:
-            return False
-        self.names.append(name)
-        self.is_bound = self.is_bound or not is_same
-        self.skipped = (self.skipped or 0) + (now.version - before.version if is_same else 0)
-        self.last = max(self.last, last)
-        if by_value and now.tensor is not None and before.copy is not None:
-            earlier = self.after if self.after is not None or self.start is None else self.start.copy
-            if earlier is None or not _same(before.copy, earlier):
-                self.last = inf  # recomputed code has changed it too
-            self.after = _copy(now.tensor)
-        return True
+    def has_values(self) -> bool:
+        """Whether its values are state."""
+        return self.start is not None and self.start.copy is not None
 
-    def runs_again(self) -> None:
-        """Note that replay runs the call after all, which alone has changed it."""
-        self.skipped, self.after, self.last, self.is_bound = None, None, 0.0, False
-
-    def classify(self, log_knows: bool, has_policy: bool) -> None:
-        """Note how forward leaves the place, and by whom it was changed; see NOTE [ Outside ].
-
-        Args:
-            log_knows: Whether ops that are watched have written the tensor.
-            has_policy: Whether all ops are watched.
-        """
+    def finish(self, has_policy: bool, is_logged: Callable[[Tensor], bool]) -> None:
+        """Note how forward leaves the place, and forget the start of what is no state; see NOTE [ Outside ]."""
         assert self.start is not None
-        _, tensor, version, copy = self.start
+        tensor, version, copy = self.start
         now = self.now(False)
-        is_bound = now.tensor is not tensor
-        moved = 0 if tensor is None else version_of(tensor) - version
-        by_value = self.is_trained and not moved and tensor is not None and copy is not None and not _same(tensor, copy)
-        self.is_changed = is_bound or bool(moved) or by_value
-        self.is_put_back = self.is_copied = False
-        if by_value and self.after is not None and tensor is not None and not _same(tensor, self.after):
-            self.last = inf
-        if log_knows and (has_policy or not moved) and self.skipped is None and not is_bound:
-            self.is_changed = False  # the log knows what reads it too late
-        elif self.is_changed and self.skipped is None:
-            is_only_bound = is_bound and not moved
-            self.is_put_back = not (has_policy and by_value) and (copy is not None or tensor is None or is_only_bound)
-            self.is_copied, self.last = not is_only_bound, inf
-        elif self.is_changed and (self.last == inf or not (is_bound or moved == self.skipped)):
-            self.is_copied, self.last = True, inf
-        self.left, self.shape = (None, 0), None
-        if now.tensor is not None:
-            self.left, self.shape = (ref(now.tensor), now.version), now.tensor.shape
+        self.end = (None if now.tensor is None else ref(now.tensor)), now.version
+        self.shape = None if now.tensor is None else now.tensor.shape
+        is_bound, moved = now.tensor is not tensor, 0
+        if tensor is not None and not (is_bound and version == UNCOUNTED):
+            moved = (version_of(tensor) if is_bound else now.version) - version
+        is_written = bool(moved) or not (copy is None or tensor is None or _same(tensor, copy))
+        is_state = is_bound or bool(self.left) or (is_written and copy is not None)
+        if has_policy and not self.repeats and (is_state or moved):
+            found = (tensor, now.tensor, *[state.tensor for state in self.left])
+            is_known = any(one is not None and is_logged(one) for one in found)
+            if is_known or not (moved or is_bound or self.left):  # by ops, also those of batch norms
+                self.until = 0 if is_known and not (is_bound or self.left or self.by_calls) else inf
+                is_state, moved = False, 0
+        if not is_state:
+            self.start, self.left = None, ()
+            if moved:
+                self.until = self.last if moved == self.by_calls else inf
+        self.place = self.place._replace(tensor=None)
 
-    def has_moved(self) -> bool:
-        """Whether another tensor is there since forward ended, or its version counter moved."""
-        known, version = self.left
+    def go_back(self, region: str, before: list[tuple[Place, State]], unread: list[Unreadable]) -> None:
+        """Note what the place is now, to be put back after a replay, and what that must not read."""
         now = self.now(False)
-        return now.tensor is not (None if known is None else known()) or now.version != version
-
-    def is_as_left(self) -> bool:
-        """Whether the place is as forward left it."""
-        tensor = self.place.held()
-        if self.has_moved():
-            return False
-        return self.after is None or not isinstance(tensor, Tensor) or _same(tensor, self.after)
-
-    def unread_until(self) -> float:
-        """Return how many names must have begun in a replay before it may read what is there."""
-        if not self.is_changed:
-            return 0 if self.is_as_left() else inf
-        return self.last if self.is_as_left() else inf
+        if self.start is not None:
+            seen = set()
+            for tensor, version, copy in (self.start, *self.left):
+                if tensor is None or id(tensor) in seen:
+                    continue
+                has_moved = copy is None and version_of(tensor) != version
+                if has_moved:  # nobody knows what it was
+                    error = partial(_changed, region, self.place, False)
+                    unread.append((keys_of(tensor), inf, False, True, error))
+                if has_moved or copy is not None:
+                    seen.add(id(tensor))
+                    before.append((self.place, State(tensor, version_of(tensor), _copy(tensor))))
+            before.append((self.place, now))
+        elif now.tensor is not None:
+            known, version = self.end
+            has_moved = now.tensor is not (None if known is None else known()) or now.version != version
+            if self.until:
+                copy = _copy(now.tensor) if self.until == inf else None
+                before.append((self.place, now._replace(copy=copy)))
+            if until := inf if has_moved else self.until:
+                error = partial(_changed, region, self.place, bool(self.until))
+                unread.append((keys_of(now.tensor), until, not self.by_calls, has_moved, error))
 
 
 class Outside:
@@ -189,140 +147,91 @@ class Outside:
         has_policy: Whether a policy watches the region's ops.
     """
 
-    __slots__ = ("_has_policy", "_lazy", "_noted")
+    __slots__ = ("_effects", "_has_policy", "_noted")
 
-    def __init__(self, places: Sequence[Place] = (), has_policy: bool = False) -> None:
+    def __init__(self, places: Sequence[Place], has_policy: bool) -> None:
         self._has_policy = has_policy
-        self._noted: list[Noted] = []
-        self._lazy: list[Place] = []
-        for place in places:
-            tensor, module = place.tensor, place.module
-            if tensor is None:
-                if has_policy:  # by which replay must make it again, too
-                    self._noted.append(Noted(State(place, None, 0, None)))
-            elif module is None:
-                if not (is_refused(tensor) or tensor.is_inference()):
-                    self._noted.append(Noted(State(place, tensor, tensor._version, None)))
-            elif is_lazy(tensor):  # until the region initializes it
-                self._lazy.append(place)
-            else:
-                is_small = not tensor.is_sparse and tensor.nbytes <= COPIED_BYTES
-                may_change = module.training or not (has_policy or isinstance(module, BATCH_NORM))
-                copy = _copy(tensor) if is_small and may_change else None
-                is_trained = is_small and module.training
-                self._noted.append(Noted(State(place, tensor, version_of(tensor), copy), is_trained))
+        self._effects: dict[str, list[tuple[Noted, State]]] = {}  # what each skipped call left
+        self._noted = [
+            Noted(place)
+            for place in places
+            if (tensor := place.tensor) is None
+            or place.module is not None
+            or not (is_refused(tensor) or tensor.is_inference())
+        ]
+
+    # Forward.
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors that are there now."""
+        return [noted.now(False).tensor for noted in self._noted]
+
+    def holds(self, key: int) -> bool:
+        """Whether a storage belongs to a tensor that was there when forward began."""
+        return key in _keys(self._noted)
 
     def buffers(self) -> set[int]:
-        """Return the storages of the buffers of modules that the region reaches."""
-        buffers = [noted.place.tensor for noted in self._noted if noted.place.module is not None]
-        return {key for buffer in buffers if buffer is not None for key in keys_of(buffer)}
+        """Return the storages of the buffers of modules."""
+        return _keys([noted for noted in self._noted if noted.place.module is not None])
 
-    def has_buffer(self, key: int) -> bool:
-        """Whether a storage belongs to such a buffer."""
-        return key in self.buffers()
+    def small(self) -> set[int]:
+        """Return the storages of the small buffers, whose values are state."""
+        return _keys([noted for noted in self._noted if noted.has_values()])
 
-    def states(self) -> list[State]:
-        """Return the state of each place, before a call that replay skips."""
-        return [noted.now(noted.is_trained) for noted in self._noted]
+    def before(self) -> list[State]:
+        """Return what is there before a call that replay skips."""
+        return [noted.now(noted.is_small) for noted in self._noted]
 
-    def note_skipped(self, before: Sequence[State], last: int, name: str) -> tuple[bool, list[str]]:
+    def after(self, before: Sequence[State], name: str, number: int) -> tuple[bool, list[str]]:
         """Note what such a call has changed, once it is over.
 
         Args:
-            before: What `states` returned when the call began.
-            last: How many names had begun in the region.
+            before: What `before` returned when the call began.
             name: That of the call.
+            number: How many names had begun in the region.
 
         Returns:
-            Whether it changed any, and the names of the changed places that replay could not put back.
+            Whether it changed any place, and the names of those whose tensor it modified that is no state.
         """
-        changed = [
-            noted for noted, state in zip(self._noted, before, strict=False) if noted.note_skipped(state, last, name)
-        ]
-        return bool(changed), [
-            noted.place.name
-            for noted in changed
-            if noted.place.module is None or noted.start is None or noted.start.copy is None
-        ]
+        effects: list[tuple[Noted, State]] = []
+        modified = []
+        for noted, (tensor, version, copy) in zip(self._noted, before, strict=True):
+            now = noted.now(False)
+            is_same = now.tensor is tensor and now.version == version
+            if is_same and (copy is None or tensor is None or _same(tensor, copy)):
+                continue
+            assert noted.start is not None
+            if copy is not None or now.tensor is not noted.start.tensor:  # also what the region itself has put there
+                state = noted.now(noted.is_small)
+                if state.tensor is not None and state.tensor.grad_fn is not None:  # its graph may own the region
+                    with without_modes_for(state.tensor):
+                        state = state._replace(tensor=state.tensor.detach().requires_grad_())
+                effects.append((noted, state))
+                noted.left = [*noted.left, state]
+            else:
+                noted.by_calls += now.version - version
+                noted.last = number
+                modified.append(noted.place.name)
+        if effects:
+            self._effects[name] = effects
+        return bool(effects or modified), modified
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether forward has changed a tensor, as a place that the region reaches has it."""
-        return any(noted.is_changed and noted.place.tensor is tensor for noted in self._noted)
-
-    def runs_again(self, name: str, log_knows: Callable[[Tensor], bool]) -> bool:
-        """Note that replay runs a call after all: it counts as recomputed code. Return whether it changed anything."""
-        changed = False
+        """Whether forward has changed a tensor so far, as a place that the region reaches has it."""
         for noted in self._noted:
-            if name in noted.names:
-                changed = True
-                tensor = noted.place.tensor
-                is_known = tensor is not None and log_knows(tensor)
-                if noted.names == [name] and not is_known:
-                    noted.runs_again()
-                else:  # others have changed it too, which replay does not repeat
-                    noted.last = inf
-                noted.classify(is_known, self._has_policy)
-        return changed
-
-    def holds(self, key: int) -> bool:
-        """Whether a storage belongs to a tensor that the region reaches."""
-        return any(noted.place.tensor is not None and key in keys_of(noted.place.tensor) for noted in self._noted)
-
-    def finish(self, log_knows: Callable[[Tensor], bool] | None) -> None:
-        """Note what forward has changed.
-
-        Args:
-            log_knows: Takes a tensor: whether the log knows of changes of it; None if there is no log.
-        """
-        for noted in self._noted:
-            tensor = noted.place.tensor
-            noted.classify(log_knows is not None and tensor is not None and log_knows(tensor), self._has_policy)
-        for place in self._lazy:
-            made = place.held()
-            if isinstance(made, Tensor) and not is_lazy(made):  # there is no earlier state to start from
-                noted = Noted(State(place, made, version_of(made), None))
-                noted.is_changed, noted.is_copied, noted.last = True, True, inf
-                noted.left = ref(made), version_of(made)
-                self._noted.append(noted)
-
-    def let_go(self) -> None:
-        """Let go of what no replay starts from."""
-        for noted in self._noted:
-            noted.place = noted.place._replace(tensor=None)
-            if not noted.is_put_back:
-                noted.start = None
-
-    def repeatable(self) -> set[int]:
-        """Return the storages of the buffers that a replay may start from as forward found them, if ops write them."""
-        return {
-            key
-            for noted in self._noted
-            if noted.start is not None and noted.start.copy is not None and noted.skipped is None
-            if noted.start.tensor is not None and not isinstance(noted.place.module, NORM)
-            for key in keys_of(noted.start.tensor)
-        }
-
-    def repeat(self, keys: set[int]) -> None:
-        """Let replay start from some of them as forward found them: it runs all ops again that write them."""
-        for noted in self._noted:
-            if noted.start is not None and noted.start.tensor is not None and key_of(noted.start.tensor) in keys:
-                noted.is_changed = noted.is_put_back = noted.is_copied = True
-
-    def take_over(self, inner: Outside) -> None:
-        """Note what an inner region has changed that this one does not reach itself."""
-        known = {(id(noted.place.holder), noted.place.key) for noted in self._noted}
-        for noted in inner._noted:
-            if noted.is_changed and noted.start is not None:
-                place = noted.place
-                if (id(place.holder), place.key) not in known:
-                    self._noted.append(Noted(noted.start, noted.is_trained))
+            now = noted.now(False)
+            if now.tensor is tensor and noted.start is not None:
+                found, version, copy = noted.start
+                if found is not tensor or version != now.version or (copy is not None and not _same(tensor, copy)):
+                    return True
+        return False
 
     def changes(self) -> list[str]:
         """Return, for an error in replay, which places are not as forward left them."""
         found = []
         for noted in self._noted:
-            (known, _), shape, now = noted.left, noted.shape, noted.place.held()
-            if known is None or shape is None or noted.is_put_back:
+            (known, _), shape, now = noted.end, noted.shape, noted.place.held()
+            if known is None or shape is None or noted.start is not None:
                 continue
             name, before = noted.place.name, f"had shape {tuple(shape)} in forward"
             if not isinstance(now, Tensor):
@@ -333,36 +242,55 @@ class Outside:
                 found.append(f"{name} is another tensor than in forward.")
         return found
 
-    def go_back(self, region: str) -> tuple[list[State], list[Unreadable]]:
+    def repeatable(self) -> set[int]:
+        """Return the storages of the small buffers whose state replay may start from if ops write them again."""
+        noted = [one for one in self._noted if not (one.left or isinstance(one.place.module, BATCH_NORM))]
+        return _keys([one for one in noted if one.has_values()])
+
+    def repeat(self, keys: set[int]) -> None:
+        """Let replay start from some of them: it runs all ops again that write them."""
+        for noted in self._noted:
+            noted.repeats = noted.repeats or not keys.isdisjoint(_keys([noted]))
+
+    def finish(self, is_logged: Callable[[Tensor], bool]) -> None:
+        """Note what forward has changed.
+
+        Args:
+            is_logged: Whether the log of a policy has writes of a tensor.
+        """
+        for noted in self._noted:
+            noted.finish(self._has_policy, is_logged)
+
+    # Replay.
+
+    def go_back(self, region: str) -> tuple[list[tuple[Place, State]], list[Unreadable]]:
         """Let the places be as a replay needs them.
 
         Returns:
             What they were, for `put_back`; and what the replay must not read.
         """
-        before: list[State] = []
+        before: list[tuple[Place, State]] = []
         unread: list[Unreadable] = []
-        for noted in self._noted:
-            if noted.is_put_back:
-                before.append(noted.now(noted.is_copied))
-                assert noted.start is not None
-                started = noted.start.tensor
-                if started is not None and noted.start.copy is None and started._version != noted.start.version:
-                    unread.append(Unreadable(started, inf, True, True, partial(_changed, region, noted.place, False)))
-            elif until := noted.unread_until():
-                state = noted.now(noted.is_copied)
-                if noted.is_changed:  # a native region's Python binds its place anew
-                    before.append(state)
-                if state.tensor is not None:
-                    error = partial(_changed, region, noted.place, noted.is_changed)
-                    may_be_overwritten, has_moved = noted.skipped is None, noted.has_moved()
-                    unread.append(Unreadable(state.tensor, until, may_be_overwritten, has_moved, error))
-        put_back([noted.start for noted in self._noted if noted.is_put_back and noted.start is not None])
+        for noted in self._noted:  # two places may be one: all are read before any is put
+            noted.go_back(region, before, unread)
+        put_back([(noted.place, noted.start) for noted in self._noted if noted.start is not None])
         return before, unread
 
+    def leave(self, name: str) -> list[Tensor | None]:
+        """Leave the places as a skipped call left them; return what was put there."""
+        left = [(noted.place, state) for noted, state in self._effects.get(name, ()) if noted.start is not None]
+        put_back(left)
+        return [state.tensor for _, state in left]
 
-def put_back(states: Sequence[State]) -> None:
+
+def _keys(places: Sequence[Noted]) -> set[int]:
+    started = [noted.start.tensor for noted in places if noted.start is not None]
+    return {key for tensor in started if tensor is not None and not is_lazy(tensor) for key in keys_of(tensor)}
+
+
+def put_back(states: Sequence[tuple[Place, State]]) -> None:
     """Let places be as they were, as far as that is known."""
-    for place, tensor, version, copy in states:
+    for place, (tensor, version, copy) in states:
         if place.held() is not tensor:
             place.put(tensor)
         if copy is None or tensor is None:

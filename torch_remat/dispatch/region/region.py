@@ -316,7 +316,7 @@ class Region:
             )
 
     def _variables(self) -> Iterable[torch.Tensor | None]:
-        return () if self.outside is None else [state.tensor for state in self.outside.states()]
+        return () if self.outside is None else self.outside.tensors()
 
     def refuse(
         self,

@@ -54,6 +54,7 @@ from torch_remat.dispatch.mode import Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
+from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, put_back
 from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
@@ -81,7 +82,7 @@ class Filling(Replaying):
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _others_next = 0  # the place of the next tensor that inner regions save and have not made
     _waiting = 0  # how many holders are filled otherwise than at their place
-    _before: Sequence[State] = ()  # what outlives the region, as the replay found it
+    _before: Sequence[tuple[Place, State]] = ()  # what outlives the region, as the replay found it
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region  # type: ignore[assignment]  # its caller has seen that it can run
@@ -193,14 +194,15 @@ class Filling(Replaying):
         """
         region, ops = self.region, self.ops
         parameters = check_parameters(region)
-        places: list[Unreadable] = []
+        storages: list[Unreadable] = []
         if region.outside is not None:
-            self._before, places = region.outside.go_back(region.name)
-        storages = [] if ops is None or region.options.policy is not None else ops.changed_later()
-        if not (parameters or places or storages):
+            self._before, storages = region.outside.go_back(region.name)
+        if ops is not None and region.options.policy is None:
+            storages += ops.changed_later()
+        if not (parameters or storages):
             return []
         self.unread = unread = Unread(self.fail, (lambda: 0) if ops is None else ops.passed)
-        unread.add(parameters, places, storages)
+        unread.add(parameters, storages)
         return [unread.compiled_code, unread]
 
     @keep_from_compiler
