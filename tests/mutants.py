@@ -139,8 +139,8 @@ MUTANTS = (
     ),
     Mutant(
         "replay does not stop early", "gradients", "dispatch/region/replay.py",
-        "self._unfilled_number == sequence_number():\n            return\n        self.stop()",
-        "self._unfilled_number == sequence_number():\n            return",
+        "        if not (is_last and self._tail_is_tiny(position)):\n",
+        "        if False:\n",
     ),
     Mutant(
         "mark of outputs without a gradient lost", "gradients", "dispatch/call/handle.py",

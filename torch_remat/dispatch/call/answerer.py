@@ -393,6 +393,10 @@ class Answerer:
         """Whether the op that saves a tensor may be about to fill it; where ops are watched, its place decides."""
         return self.ops is None or self.ops.may_fill()
 
+    def ends_soon(self) -> bool:
+        """Whether, under a policy and without calls, few ops are to come, which compute results and do no more."""
+        return not self._calls and self.ops is not None and self.ops.ends_soon()
+
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""
         return self._calls[self.begun].name if self.begun < len(self._calls) else None

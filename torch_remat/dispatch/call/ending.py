@@ -154,6 +154,8 @@ class _Ending:
     def _passed(self) -> list[tuple[int, int]]:
         """Return what the calls returned past which replay goes on, each after how many entries."""
         log, region = self._log, self._region
+        if not (log.has_results or log.returned):
+            return []
         last = region.tape.last_place(region.hooks, region.options.early_stop)
         calls = list(region.tape.records.values())
         waits = [at for at, call in enumerate(calls) if any(region.hooks or one.holder() for one in call.waiting)]

@@ -56,6 +56,8 @@ from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, m
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
+_FEW = 4
+
 
 class OpAnswerer:
     """The aten ops of one replay: of a whole region, or of the native regions in it, one after the other.
@@ -199,6 +201,11 @@ class OpAnswerer:
         if entry is None or not entry.run:
             return False
         return entry.kind == CALL or not (entry.effects.plain or entry.effects.view)
+
+    def ends_soon(self) -> bool:
+        """Whether few ops are to come, which compute results and do no more."""
+        left = self._entries[self._at :]
+        return len(left) <= _FEW and all(entry.kind in (ONE, VIEW) for entry in left)
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         effects = entry.effects

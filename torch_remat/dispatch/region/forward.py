@@ -378,7 +378,11 @@ class Recording(RematMode):
         """
         keeps = self._note is not None
         kept: list[tuple[ref[Holder], Tensor | None]] = []
-        for entry in self.region.tape.holders_to_fill():
+        tape = self.region.tape
+        entries: Sequence[Any] = [*tape.saved, *tape.elided] if tape.elided else tape.saved
+        for entry in entries:
+            if type(entry) is not ref:
+                continue
             if (holder := entry()) is None:
                 kept.append((entry, None))
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -78,6 +79,7 @@ class Filling(Replaying):
     _values: Values | None = None
     _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
+    _first_number = 0  # where autograd stood when the function began
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _others_next = 0  # the place of the next tensor that inner regions save and have not made
@@ -135,6 +137,7 @@ class Filling(Replaying):
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
+                self._first_number = sequence_number()
                 self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
@@ -422,7 +425,27 @@ class Filling(Replaying):
     def _stop_at(self, position: int) -> None:
         if position != self._last or self._waiting or self._unfilled_number == sequence_number():
             return
-        self.stop()
+        is_last = position == self._limit - 1 and count_of_modes() == (self.ops is not None)
+        if not (is_last and self._tail_is_tiny(position)):
+            self.stop()
+        elif self.ops is not None:
+            self._end() if self.ops.ends_soon() else self.stop()
+
+    def _tail_is_tiny(self, position: int) -> bool:
+        """Whether so little follows the last save that to stop here by an exception would take longer."""
+        region = self.region
+        left = region.end_number - region.first_number - sequence_number() + self._first_number
+        if not 0 <= left <= TINY_NODES:
+            return False
+        kind: type = NoneType  # of the node that made the last saved tensor
+        for entry in self._saved[max(position - TINY_NODES, 0) :]:
+            holder = entry() if type(entry) is ref else None
+            saved = entry if holder is None else holder.value
+            if holder is not None:
+                kind = holder.producer
+            if isinstance(saved, Tensor) and (saved.layout is not torch.strided or saved.nbytes > TINY_BYTES):
+                return False
+        return kind is not NoneType
 
     def ops_now(self) -> Answerer | None:
         """Return the ops of this replay; None once it is over, when user code goes on anyway."""
@@ -549,6 +572,9 @@ class Filling(Replaying):
 
 
 _REPLAY = Filling.replay.__code__
+
+# A replay runs on where so few nodes on tensors of so many bytes follow.
+TINY_NODES, TINY_BYTES = 2, 4096
 
 # For what reads a placeholder again, after a replay that ran everything.
 GROWN = (
