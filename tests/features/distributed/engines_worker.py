@@ -61,6 +61,7 @@ def main(rank: int, world_size: int, rendezvous: str, limit: int, steps: int, ce
     warnings.filterwarnings("error", category=remat.RematWarning)
     warnings.filterwarnings("ignore", message="the budget")  # is too small
     warnings.filterwarnings("ignore", message=".*saves nothing")  # of offloading from memory to memory
+    warnings.filterwarnings("ignore", message=".*selected nothing, so all is recomputed")
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=limit)
     dist.init_process_group(
