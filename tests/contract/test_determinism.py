@@ -119,7 +119,9 @@ def test_callable_is_compared_by_equality_and_called_for_each_saved_tensor():
 
 
 def test_exception_in_the_callable_passes():
-    y = checkpointed(chain, determinism_check=lambda tensor: 1 // (not remat.is_recomputing()))(leaf(3))
+    divisor = [1]
+    y = checkpointed(chain, determinism_check=lambda tensor: 1 // divisor[0])(leaf(3))
+    divisor[0] = 0
     with pytest.raises(ZeroDivisionError):
         y.sum().backward()
     assert not remat.is_recomputing()
@@ -152,7 +154,13 @@ STATISTICS = {
 }
 
 
-@pairwise(name=STATISTICS, train=[True, False], check=["bitwise", lambda tensor: tensor.sum().item()])
+# Those of a function in training are updated by replay, too, which no version shows: the check reports it.
+@pairwise(
+    name=STATISTICS,
+    train=[True, False],
+    check=["bitwise", lambda tensor: tensor.sum().item()],
+    possible=lambda name, train, check: name == "module" or not train,
+)
 def test_running_statistics_that_training_changes_and_its_backward_does_not_read_are_not_compared(name, train, check):
     def program(wrap):
         torch.manual_seed(0)

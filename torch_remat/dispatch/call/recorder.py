@@ -257,8 +257,6 @@ class Recorder:
         if knows_args and self._elide(call, tensor, owner, holder):
             holder.resident, holder.value = False, tensor
             region.tape.elided.append(ref(holder))
-            if region.values is not None:
-                region.values.add(holder, tensor)
         elif policy is not _OFFLOAD or region.hooks is not None or not self.departures.take(holder, tensor):
             self.keep(holder, tensor)
         return holder

@@ -38,7 +38,7 @@ from torch_remat.dispatch.check.samples import (
     takes_samples,
 )
 from torch_remat.dispatch.check.unread import flags_of, versions_of
-from torch_remat.dispatch.check.values import LeftOut, Values, value_function
+from torch_remat.dispatch.check.values import ValueOf, take_values, value_function
 from torch_remat.dispatch.holder import (
     CAST,
     NOBODY,
@@ -151,7 +151,7 @@ class Recording(RematMode):
     region: OpenRegion
     replaying = False
     ops: Recorder | None = None
-    _values: Values | None = None
+    _value_of: ValueOf | None = None  # what the determinism check compares
     _note: Callable[[Any], None] | None = None  # what a budget does with each saved tensor
 
     def __init__(self, region: Region) -> None:
@@ -164,7 +164,7 @@ class Recording(RematMode):
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._values = region.values = None if value_of is None else Values(value_of)
+            self._value_of = value_of
             chosen = check != DEFAULTS.determinism_check or region.options.allow_cache_entry_mutation
             if chosen or not region.options.preserve_rng_state:
                 self._carriers = None
@@ -178,8 +178,6 @@ class Recording(RematMode):
             contexts.append(forward_context)
         if (op_log := region.options.op_log) is not None:
             self.opening, self.lets_compiled_code_run = op_log.begin(region, "forward"), True
-        if self._values is not None:
-            contexts.append(LeftOut(self._values))
         if region.options.policy is not None:
             self.ops = Recorder(self, region)
             self.ops.watch_all(region.options.policy)
@@ -205,7 +203,7 @@ class Recording(RematMode):
         It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
         the same for any tensor.
         """
-        region, first_number, compares_values = self.region, self.region.first_number, self._values is not None
+        region, first_number = self.region, self.region.first_number
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, carriers = tape.saved, tape.layouts, self._carriers
         saved, note = entries.append, self._note
@@ -218,7 +216,7 @@ class Recording(RematMode):
                 pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
                 if (held := pack_by_op(tensor)) is not None:
                     return held
-            if (kind := type(tensor)) is not Tensor or compares_values:
+            if (kind := type(tensor)) is not Tensor:
                 if kind is not Parameter:
                     return self.pack(tensor)
                 saved(tensor)
@@ -305,8 +303,6 @@ class Recording(RematMode):
             region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
         if self._note is not None:
             self._note(self.ops)
-        if self._values is not None:
-            self._values.add(holder, tensor)
         return holder
 
     def take_others(self, tape: TapeLike) -> None:
@@ -345,8 +341,8 @@ class Recording(RematMode):
         region = self.region
         if region.misuse is not None:
             raise region.misuse()  # also where user code swallowed it
-        if self._values is not None:
-            self._values.flush()
+        if self._value_of is not None:
+            take_values(self._value_of, region.tape.holders_to_fill())
         if (carriers := self._carriers) is not None:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
@@ -414,8 +410,5 @@ class Recording(RematMode):
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
-        if self._values is not None:
-            self._values.forget()
-            self._values = self.region.values = None
         if self.observed is not None:
             self.observed = self.watcher = None

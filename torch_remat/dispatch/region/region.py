@@ -31,7 +31,6 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.check.compare import differs_at
-from torch_remat.dispatch.check.values import Values
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import Replaying
@@ -202,7 +201,6 @@ class Region:
         replay: Makes what fills a region's empty holders, up to a place on its tape, by its method `replay`.
     """
 
-    values: Values | None = None  # of the determinism check, while forward takes them
     samples: Mapping[int, bytes] = MappingProxyType({})  # of what forward saved, by place; see `check.samples`
     last_sample: tuple[int, bytes] | None = None
     versions: Sequence[int] = ()  # of its parameters at the end of forward

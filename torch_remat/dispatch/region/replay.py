@@ -37,7 +37,7 @@ from torch_remat.dispatch.check.compare import (
 )
 from torch_remat.dispatch.check.samples import has_other_values, other_values
 from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
-from torch_remat.dispatch.check.values import LeftOut, Values, difference, value_function
+from torch_remat.dispatch.check.values import ValueOf, difference, take_values, value_function
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CHANGED,
@@ -76,7 +76,7 @@ class Filling(Replaying):
     ops: Answerer | None = None
     _last = _last_empty = -1
     _error: Exception | None = None
-    _values: Values | None = None
+    _value_of: ValueOf | None = None
     _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
@@ -99,7 +99,7 @@ class Filling(Replaying):
         if options is not DEFAULTS:
             check = options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._values = None if value_of is None else Values(value_of, self._compare_value)
+            self._value_of = value_of
 
     def _end_at(self, last: int) -> None:
         """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
@@ -133,7 +133,6 @@ class Filling(Replaying):
                     or region.rng is not None
                     or region.replay_context is not None
                     or region.options.op_log is not None
-                    or self._values is not None
                     or is_watched()
                 ):
                     contexts = self._contexts() + contexts
@@ -164,7 +163,7 @@ class Filling(Replaying):
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self._values = self.observed = self.unread = None  # the first knows this mode too
+            self.observed = self.unread = None
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
             self._before = ()
             if earlier is not None or last_refusal.get() is not None:
@@ -183,8 +182,6 @@ class Filling(Replaying):
             contexts.append(region.rng.replayed())
         if region.replay_context is not None:
             contexts.append(region.replay_context)
-        if self._values is not None:
-            contexts.append(LeftOut(self._values))  # as in forward: some ops count versions otherwise under a mode
         if (op_log := region.options.op_log) is not None:
             self.opening, self.lets_compiled_code_run = op_log.begin(region, "replay"), True
         return contexts
@@ -354,8 +351,6 @@ class Filling(Replaying):
         if self.unread is not None and self.unread.moved:
             self.unread.check_saved(value)
         holder.value = value
-        if self._values is not None:
-            self._values.add(holder, value)
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function, a second time if replay starts over."""
@@ -404,8 +399,6 @@ class Filling(Replaying):
         self._waiting = self.region.tape.empty_elided()
         self.position = self._others_next = 0
         self._unfilled_number, self._suspects = -1, ()
-        if self._values is not None:
-            self._values.forget()
         last_refusal.set(None)
         self.ops.suppressed.restore()
         self.ops.begin_again()
@@ -534,8 +527,8 @@ class Filling(Replaying):
 
     def _check(self) -> None:
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
-        if self._values is not None:
-            self._values.flush()
+        if self._value_of is not None and self._error is None:
+            take_values(self._value_of, self.region.tape.holders_to_fill(), self._compare_value)
         if self._error is not None:
             raise self._take_error()
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
