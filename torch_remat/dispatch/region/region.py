@@ -31,7 +31,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.check.compare import differs_at
-from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef
+from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef, is_parameter
 from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.naming import default_name, scope
@@ -157,7 +157,8 @@ class Tape:
         """
         entry = self.saved[place]
         if type(entry) is not ref:
-            return hooks is not None and type(entry) is torch.Tensor  # a leaf, which another region may make there
+            # A leaf that is no parameter: another region may make it there, or a placeholder of it.
+            return hooks is not None and isinstance(entry, torch.Tensor) and not is_parameter(entry)
         return hooks is not None or ((holder := entry()) is not None and holder.value is None)
 
     def last_needed(self) -> int:
