@@ -779,3 +779,17 @@ def test_call_of_a_lazy_module_is_equal():
     y = checkpointed(lambda x: remat.op(module, "lazy")(x).sin())(x)
     actual = torch.autograd.grad(y.sum(), [x, *module.parameters()])
     assert_same(torch.autograd.grad(module(x).sin().sum(), [x, *module.parameters()]), actual)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_result_is_there_where_replay_goes_on_to_the_end_for_an_argument_alone(early_stop):
+    def block(x, keep=lambda f, name: f):
+        h = keep(torch.sin, "p")(x * 2)
+        with torch.no_grad():
+            total = h.clamp(0).sum()
+        return h + total
+
+    x = leaf(4)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    region = checkpointed(lambda x: block(x, remat.op), early_stop=early_stop)
+    assert_same(expected, torch.autograd.grad(region(x).sum(), x))

@@ -159,6 +159,8 @@ class _Ending:
         last = region.tape.last_place(region.hooks, region.options.early_stop)
         calls = list(region.tape.records.values())
         waits = [at for at, call in enumerate(calls) if any(region.hooks or one.holder() for one in call.waiting)]
+        if waits and not region.options.early_stop:
+            last = len(region.tape.saved)
         passed = {call for call in calls[: waits[-1] if waits else 0] if not call.is_handle}
         passed.update(call for call in calls if not call.is_handle and call.saved_after <= last)
         roots = [(key, after) for call, key, after in log.returned if call in passed]
