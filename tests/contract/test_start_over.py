@@ -410,3 +410,13 @@ def modifies_one_result_and_reads_another(x, w):
 )
 def test_call_that_runs_whole_has_the_variables_that_it_reads(block, policy):
     assert not [one for one in gradients(block, policy=policy) if "starts over" in str(one.message)]
+
+
+@pytest.mark.parametrize("view", [lambda h: h, lambda h: h.t()], ids=["itself", "a view"])
+def test_output_of_a_handle_that_a_native_region_returns_is_there_for_any_reader(view):
+    def block(x, w):
+        h = keep("n", lambda: view(Doubled.apply(x.sin(), "h", SAVE)))
+        torch.softmax(h, -1)
+        return x.cos().exp()
+
+    assert not gradients(block)
