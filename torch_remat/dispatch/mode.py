@@ -91,9 +91,6 @@ class Ops(Protocol):
     def is_native(self) -> bool:
         """Whether a native region runs."""
 
-    def passes_over(self) -> bool:
-        """Whether code runs to which the replay of the region does not come."""
-
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments that an inner region is to have."""
 

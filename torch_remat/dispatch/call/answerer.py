@@ -375,10 +375,6 @@ class Answerer:
         """Whether a native region runs, or runs whole."""
         return self.native is not None or (self.whole is not None and self.whole.answers is not None)
 
-    def passes_over(self) -> bool:
-        """Whether a call runs whole, in which the log has no names."""
-        return self.whole is not None and self.whole.answers is None
-
     def passed(self) -> int:
         """Return how many calls have begun."""
         return self.begun

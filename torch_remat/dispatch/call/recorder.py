@@ -165,11 +165,6 @@ class Recorder:
         opened = self.opened
         return opened is not None and opened.call.policy is not _RECOMPUTE and opened.is_running()
 
-    def passes_over(self) -> bool:
-        """Whether code runs to which replay does not come."""
-        calling = self.calling
-        return (calling is not None and type(calling) is not RunningNative) or self.is_in_skipped_body()
-
     def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
         """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
         return self._maker_at(key_of(tensor), tensor) if self.storages.writers or self._views else None
