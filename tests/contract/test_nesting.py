@@ -258,3 +258,28 @@ def test_what_an_inner_region_keeps_and_lets_go_passes_the_outer_one_in_both_pha
     expected = torch.autograd.grad((x.sin().cos() * 0.5).sin().exp().sum(), x)
     found = torch.autograd.grad(remat.checkpoint(policy=outer)(lambda x: region(x.sin()).sin().exp())(x).sum(), x)
     assert_same(expected, found)
+
+
+def test_variable_that_an_inner_call_modifies_is_saved_in_the_outer_replay_too():
+    """The outer replay skips the op that modifies it, so that its version does not tell."""
+
+    def gradient(outer, inner, op):
+        torch.manual_seed(0)
+        x, scale = leaf(4, 4), torch.rand(4, 4)
+
+        def write(a):
+            with torch.no_grad():
+                scale.mul_(0.5)
+            a * scale
+            return a
+
+        def function(a):
+            passed = op(write, "write")(op(torch.sin, "sin")(a))
+            return passed * passed
+
+        y = outer(lambda x: inner(function)(x))(x)
+        return torch.autograd.grad(y.sum(), x)
+
+    expected = gradient(plain, plain, lambda function, name: function)
+    policy = remat.checkpoint(policy=[torch.ops.aten.mul.Tensor])
+    assert_same(expected, gradient(policy, remat.checkpoint(), remat.op))

@@ -420,3 +420,25 @@ def test_output_of_a_handle_that_a_native_region_returns_is_there_for_any_reader
         return x.cos().exp()
 
     assert not gradients(block)
+
+
+class Second(torch.autograd.Function):
+    """Reads one input in forward, and both in backward."""
+
+    @staticmethod
+    @remat.auto_forward("one", "two")
+    def forward(ctx, one, two, op_name, policy):
+        ctx.save_for_backward(one, two)
+        return two.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        one, two = ctx.saved_tensors
+        return grad * two, grad * one, None, None
+
+
+def test_policy_keeps_what_a_recomputed_handle_is_given():
+    def block(x, w):
+        return Second.apply(x * w, x * 3, "h", remat.CheckpointPolicy.RECOMPUTE).sin()
+
+    assert not gradients(block, policy=[aten.mul.Tensor])

@@ -296,6 +296,8 @@ class Recorder:
         place, source = found
         if running is not None and running.has_changed(source):
             return False
+        if self.region.hooks is not None and source.grad_fn is None:
+            return False  # replay of an enclosing region may skip what changed it
         if source is not tensor and (is_traceable_wrapper(source) or is_traceable_wrapper(tensor)):
             return False  # a wrapper is no strided view of what it wraps
         origin = source if source._base is None else source._base
@@ -372,7 +374,7 @@ class Recorder:
 
     def watch_all(self, policy: OpPolicy) -> None:
         """Watch the ops of the whole region, under a policy."""
-        self.packs = True
+        self.skipped_any = self.packs = True
         decider = policy.begin()
         self._notes_packed = decider.notes_packed
         self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
