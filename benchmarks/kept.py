@@ -26,7 +26,6 @@ from .contenders import (
     OURS_NATIVE,
     OURS_OP,
     OURS_OP_CLOSURE,
-    OURS_OP_OPAQUE,
     OURS_POLICY,
     REMAT_0_2,
     SAC,
@@ -131,7 +130,7 @@ def native_blocks() -> Workload:
             h = wrap(function)(h)
         return h
 
-    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_OP, OURS_OP_OPAQUE)}
+    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_OP)}
     return Workload(
         name="native-blocks",
         about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
@@ -268,12 +267,7 @@ def _called_closure(package: ModuleType, name: str, function: Keep, *args: Any, 
     return result
 
 
-def _called_opaque(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = package.op(function, name, opaque=True)(*args, **kwargs)
-    return result
-
-
-_CALLS = {OURS_OP: _called, OURS_OP_CLOSURE: _called_closure, OURS_OP_OPAQUE: _called_opaque}
+_CALLS = {OURS_OP: _called, OURS_OP_CLOSURE: _called_closure}
 
 
 def _in_region(name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:

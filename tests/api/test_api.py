@@ -36,38 +36,29 @@ def test_wrong_first_call_is_a_type_error_that_shows_the_right_form():
         remat.checkpoint()(leaf(3))(leaf(3))
 
 
-MISSPELT = {
-    "checkpoint": lambda: remat.checkpoint(polcy=[]),
-    "checkpoint_sequential": lambda: remat.checkpoint_sequential([chain], 1, leaf(3), polcy=[]),
-    "checkpoint_modules": lambda: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", polcy=[]),
-    "drop_in": lambda: remat.drop_in(polcy=[]),
-    "enable_gradient_checkpointing": lambda: remat.enable_gradient_checkpointing(nn.Tanh(), polcy=[]),
+TAKES_OPTIONS = {
+    "checkpoint": remat.checkpoint,
+    "checkpoint_sequential": lambda **options: remat.checkpoint_sequential([chain], 1, leaf(3), **options),
+    "checkpoint_modules": lambda **options: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", **options),
+    "drop_in": remat.drop_in,
+    "enable_gradient_checkpointing": lambda **options: remat.enable_gradient_checkpointing(nn.Tanh(), **options),
 }
 
 
-@pytest.mark.parametrize("name", MISSPELT)
+@pytest.mark.parametrize("name", TAKES_OPTIONS)
 def test_misspelt_option_is_an_error_that_names_the_function_the_near_one_and_all(name):
     with pytest.raises(remat.UsageError) as caught:
-        MISSPELT[name]()
+        TAKES_OPTIONS[name](polcy=[])
     text = str(caught.value)
     assert text.startswith(f"{name}() has no option 'polcy'.\nDid you mean 'policy'? The options are ")
     assert "determinism_check, early_stop, debug" in text
     assert f"The form is {name}(" in text
 
 
-WRONG = {
-    "checkpoint": lambda: remat.checkpoint(offloader="/path"),
-    "checkpoint_sequential": lambda: remat.checkpoint_sequential([chain], 1, leaf(3), offloader="/path"),
-    "checkpoint_modules": lambda: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", offloader="/path"),
-    "drop_in": lambda: remat.drop_in(offloader="/path"),
-    "enable_gradient_checkpointing": lambda: remat.enable_gradient_checkpointing(nn.Tanh(), offloader="/path"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", TAKES_OPTIONS)
 def test_wrong_value_is_an_error_in_the_form_of_the_function_that_was_called(name):
     with pytest.raises(remat.UsageError) as caught:
-        WRONG[name]()
+        TAKES_OPTIONS[name](offloader="/path")
     text = str(caught.value)
     assert text.startswith(f"{name}(offloader='/path') is not possible.\noffloader is an object with")
     assert f"The form is {name}(" in text

@@ -192,7 +192,6 @@ def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, way):
 
 CALLS: dict[str, Callable[[Callable], Callable]] = {
     "function": lambda function: remat.op(function, "c"),
-    "opaque": lambda function: remat.op(function, "c", opaque=True),
     "decorated": lambda function: remat.op(name="c")(function),
     "native": lambda function: lambda *args: remat.native_save_region("c", function, *args),
 }

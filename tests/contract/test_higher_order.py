@@ -26,7 +26,6 @@ MM = torch.ops.aten.mm
 CALLS = {
     "as it is": plain,
     "op": lambda function: remat.op(function, "call"),
-    "op, opaque": lambda function: remat.op(function, "call", opaque=True),
     "native": lambda function: functools.partial(remat.native_save_region, "call", function),
 }
 OPTIONS = {
@@ -133,7 +132,7 @@ def sac(*ops):
         (lambda f: checkpointed(f, policy=remat.save_names("flex_attention_0*")), 1),
         (lambda f: lambda x: remat.drop_in()(f, x, use_reentrant=False, context_fn=sac(FLEX, MM.default)), 1),
         (lambda f: checkpointed(lambda x: f(x, CALLS["op"])), 1),
-        (lambda f: checkpointed(lambda x: f(x, CALLS["op, opaque"]), policy=[MM]), 1),
+        (lambda f: checkpointed(lambda x: f(x, CALLS["op"]), policy=[MM]), 1),
         (lambda f: checkpointed(lambda x: f(x, CALLS["native"])), 1),
         (lambda f: checkpointed(lambda x: f(x, CALLS["native"]), policy=[MM]), 1),
     ],

@@ -180,8 +180,7 @@ def test_backward_of_nested_regions_holds_the_values_of_one_inner_region_at_a_ti
     assert {len(refs) for refs in made.values()} <= {4, 6}
 
 
-@pytest.mark.parametrize("opaque", [True, False])
-def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_variable(opaque):
+def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_variable():
     """In the outer replay it must be no leaf either, of which nothing is kept: nor would be what the call returns."""
 
     def program(outer, inner, call):
@@ -195,7 +194,7 @@ def test_argument_with_a_history_that_a_call_in_an_inner_region_reads_as_a_varia
         y.square().mean().backward()
         return y, x.grad, w.grad
 
-    actual = program(checkpointed, checkpointed, lambda function: remat.op(function, "kept", opaque=opaque))
+    actual = program(checkpointed, checkpointed, lambda function: remat.op(function, "kept"))
     assert_same(program(plain, plain, plain), actual)
 
 

@@ -210,7 +210,7 @@ for name_, one_call in {
     program(name=name_)(one_call)
 
 
-# What writes, or leaves something in Python: each is found by the call's watching, so that none of them is opaque.
+# What writes, or leaves something in Python.
 
 
 @program()
@@ -324,7 +324,7 @@ class Noted:
         self.how = how
 
     def __call__(self, name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        options = {"recompute": {"policy": RECOMPUTE}, "opaque": {"opaque": True}, "offload": {"policy": OFFLOAD}}
+        options = {"recompute": {"policy": RECOMPUTE}, "offload": {"policy": OFFLOAD}}
         if self.how == "plain":
             return function(*args, **kwargs)
         if self.how == "native":
@@ -396,9 +396,8 @@ def test_equals_autograd_and_runs_its_python_again_only_where_it_warns(name):
     compared(name, "native", remat.checkpoint())
 
 
-@pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("kept", [SAVE, OFFLOAD])
-def test_a_call_in_a_region_with_a_policy_is_left_out_and_keeps_no_argument(kept, opaque):
+def test_a_call_in_a_region_with_a_policy_is_left_out_and_keeps_no_argument(kept):
     runs = []
 
     def call(h):
@@ -406,7 +405,7 @@ def test_a_call_in_a_region_with_a_policy_is_left_out_and_keeps_no_argument(kept
         return (h * h).sin()
 
     def block(x):
-        return remat.op(call, "k", policy=kept, opaque=opaque)(x * 2.0).tanh() * x
+        return remat.op(call, "k", policy=kept)(x * 2.0).tanh() * x
 
     x = leaf(64, 64)
     expected = torch.autograd.grad(block(x).sum(), x)
@@ -443,14 +442,14 @@ def test_equals_autograd_in_several_backward_passes(mode):
 OWNS = frozenset(["call in a call", "native in a call"])  # a recomputed call does not own the names inside
 
 
-@pytest.mark.parametrize("how", ["recompute", "offload", "opaque"])
+@pytest.mark.parametrize("how", ["recompute", "offload"])
 def test_other_policies_equal_autograd(how):
     wrap = remat.checkpoint(offloader=remat.CpuOffloader() if how == "offload" else None)
-    for name in programs(WRITES | (frozenset() if how == "opaque" else OWNS)):
+    for name in programs(WRITES | OWNS):
         compared(name, how, wrap)
 
 
-def lives(name: str, how: str, backward: bool) -> int:
+def lives(name: str, backward: bool) -> int:
     """Run a program and return how many storages of it are alive when all names are gone."""
     live = LiveStorages()
 
@@ -458,7 +457,7 @@ def lives(name: str, how: str, backward: bool) -> int:
         e = Env()
         with live:
             x = leaf(4, 4)
-            y = remat.checkpoint()(lambda t: PROGRAMS[name][0](Noted(how), e, t))(x)
+            y = remat.checkpoint()(lambda t: PROGRAMS[name][0](Noted("save"), e, t))(x)
         for tensor in (*e.leaves(), e.buf, *e.bn.buffers()):
             live.watch(tensor)
         if backward:
@@ -470,11 +469,10 @@ def lives(name: str, how: str, backward: bool) -> int:
         return live.count()
 
 
-@pytest.mark.parametrize(("how", "backward"), [("save", False), ("save", True), ("opaque", False)])
-def test_nothing_outlives_its_graph(how, backward):
-    names = programs() if how == "save" else programs(WRITES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_outlives_its_graph(backward):
     with collector_off():
-        assert [name for name in names if lives(name, how, backward)] == []
+        assert [name for name in programs() if lives(name, backward)] == []
 
 
 def test_as_a_decorator_it_keeps_the_method_and_is_plain_outside():
@@ -520,14 +518,14 @@ def test_wrong_use_is_an_error(call):
         call()
 
 
-@pairwise(change=["function", "python function", "shape", "missing", "policy"], opaque=[False, True])
-def test_another_call_in_replay_is_a_mismatch(change, opaque):
+@pytest.mark.parametrize("change", ["function", "python function", "shape", "missing", "policy"])
+def test_another_call_in_replay_is_a_mismatch(change):
     state = {"function": lambda t: t.sum() * t, "length": 4, "policy": SAVE, "call": True}
 
     def block(x):
         h = x.exp()[: state["length"]]
         if state["call"]:
-            h = remat.op(state["function"], "k", policy=state["policy"], opaque=opaque)(h)
+            h = remat.op(state["function"], "k", policy=state["policy"])(h)
         return h.exp().sin()
 
     y = remat.checkpoint()(block)(leaf(4))
@@ -545,17 +543,17 @@ def test_another_call_in_replay_is_a_mismatch(change, opaque):
     assert caught.value.op == "k"
 
 
-@pairwise(form=["argument", "closure"], opaque=[False, True])
-def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
+@pytest.mark.parametrize("form", ["argument", "closure"])
+def test_an_argument_dies_in_forward_with_its_last_use(form):
     dead = []
 
     def block(x):
         h = x * 2  # saved by nobody, and too large to be held until forward ends
         (reference,) = watch(h)
         if form == "argument":
-            y = remat.op(lambda t: t.exp(), "k", opaque=opaque)(h)
+            y = remat.op(lambda t: t.exp(), "k")(h)
         else:
-            y = (lambda t: remat.op(lambda: t.exp(), "k", opaque=opaque)())(h)
+            y = (lambda t: remat.op(lambda: t.exp(), "k")())(h)
         del h
         dead.append(reference.expired())
         return y.sum()
@@ -564,13 +562,12 @@ def test_an_argument_dies_in_forward_with_its_last_use(form, opaque):
     assert dead[0]
 
 
-@pytest.mark.parametrize("opaque", [False, True])
-def test_a_copy_that_was_cast_before_the_region_need_not_follow_its_leaf(opaque):
+def test_a_copy_that_was_cast_before_the_region_need_not_follow_its_leaf():
     w = leaf(4, 4)
     cast = w.to(torch.bfloat16)
     x = torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=True)
     expected = (x.sin() @ cast).sin()
-    y = remat.checkpoint()(lambda x: remat.op(lambda t: t @ cast, "k", opaque=opaque)(x.sin()).sin())(x)
+    y = remat.checkpoint()(lambda x: remat.op(lambda t: t @ cast, "k")(x.sin()).sin())(x)
     with torch.no_grad():
         w.add_(1)
     assert_same(torch.autograd.grad(expected.sum(), x), torch.autograd.grad(y.sum(), x))
@@ -581,24 +578,23 @@ def test_the_warning_says_what_runs_again_and_where_it_is_defined():
         def forward(self, x: Tensor) -> Tensor:
             return x.sin()
 
-    def block(x, function, opaque):
-        return remat.op(function, "k", opaque=opaque)(x * 2).add_(1) * x
+    def block(x, function):
+        return remat.op(function, "k")(x * 2).add_(1) * x
 
-    for function, opaque in ((Sine(), False), (lambda x: Sine()(x), True)):
+    for function in (Sine(), lambda x: Sine()(x)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            remat.checkpoint()(block)(leaf(4), function, opaque).sum().backward()
+            remat.checkpoint()(block)(leaf(4), function).sum().backward()
         (warning,) = caught
         assert "a result of it was modified in place afterwards" in str(warning.message)
         assert (warning.filename, warning.lineno > 0) == (__file__, True)
 
 
-@pytest.mark.parametrize("opaque", [False, True])
-def test_a_weights_copy_under_autocast_is_not_kept(opaque):
+def test_a_weights_copy_under_autocast_is_not_kept():
     w, x = nn.Parameter(torch.randn(16, 48)), leaf(4, 16)
 
     def block(x):
-        return remat.op(lambda t: t @ w, "k", opaque=opaque)(x.sin()).sin()
+        return remat.op(lambda t: t @ w, "k")(x.sin()).sin()
 
     with no_other_regions(), torch.autocast("cpu", torch.bfloat16):
         y = remat.checkpoint(region_name="r")(block)(x)

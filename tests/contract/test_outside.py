@@ -91,8 +91,6 @@ WRITERS: dict[str, Callable[..., Tensor]] = {
     "native region, given": lambda x, update, given, average: remat.native_save_region("update", given, x, average),
     "saved call": lambda x, update, given, average: remat.op(update, "update")(x),
     "saved call, given": lambda x, update, given, average: remat.op(given, "update")(x, average),
-    "opaque call": lambda x, update, given, average: remat.op(update, "update", opaque=True)(x),
-    "opaque call, given": lambda x, update, given, average: remat.op(given, "update", opaque=True)(x, average),
     "recomputed call": lambda x, update, given, average: remat.op(update, "update", policy=RECOMPUTE)(x),
     "nobody": lambda x, update, given, average: x.tanh(),
 }
@@ -412,7 +410,7 @@ def is_limit(cell: Cell) -> bool:
         return True
     if cell.who == "nobody":
         return cell.read != "never"
-    if cell.how == ".data" and not re.match("handle|opaque|saved call", cell.who):  # else ops are watched
+    if cell.how == ".data" and not re.match("handle|saved call", cell.who):  # else ops are watched
         return False
     if "policy" in cell.who and "as a number" in cell.read:  # which is an op, and kept
         return False
@@ -435,7 +433,6 @@ PINNED = {
     "handle": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
     "native region": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
     "saved call": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
-    "opaque call": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
     "policy, operand saved": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
     "policy, operand recomputed": {"small buffer": "E E", "large buffer": "M E", "closure": "M E"},
     "nobody": {"small buffer": "M M", "large buffer": "M M", "closure": "M M"},  # the user, before backward
@@ -496,14 +493,13 @@ def test_limits(limit, monkeypatch):
     assert found
 
 
-@pytest.mark.parametrize("who", ["handle", "saved call", "opaque call"])
+@pytest.mark.parametrize("who", ["handle", "saved call"])
 def test_attribute_that_a_call_binds_anew_is_read_as_the_call_of_the_same_forward_left_it(who):
     assert verdict(Cell(who, ATTRIBUTE, "rebound", times="two forwards")) == "equal"
 
 
-@pytest.mark.parametrize("who", ["saved call", "opaque call"])
 @pytest.mark.parametrize("rows", [4, 2080])
-def test_tensor_that_the_region_binds_and_a_call_then_modifies(who, rows):
+def test_tensor_that_the_region_binds_and_a_call_then_modifies(rows):
     """Replay makes another tensor at this place, and skips the call: forward's own tensor is put there."""
 
     def program(wrap):
@@ -517,7 +513,7 @@ def test_tensor_that_the_region_binds_and_a_call_then_modifies(who, rows):
 
         def block(x):
             module.average = module.average + x.detach().mean()
-            x = WRITERS[who](x, update, None, None)
+            x = remat.op(update, "update")(x)
             return (x + module.average.mean(0)).sin()
 
         x = torch.randn(8, 8, requires_grad=True)

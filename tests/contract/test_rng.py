@@ -279,7 +279,6 @@ def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from():
 
 DRAWING_CALLS = {
     "op": lambda name, f, *args: remat.op(f, name)(*args),
-    "opaque": lambda name, f, *args: remat.op(f, name, opaque=True)(*args),
     "native": remat.native_save_region,
     "recomputed": lambda name, f, *args: remat.op(f, name, policy=remat.CheckpointPolicy.RECOMPUTE)(*args),
     "inner region": lambda name, f, *args: remat.checkpoint()(f)(*args),

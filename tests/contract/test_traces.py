@@ -24,8 +24,7 @@ SAVE_ALL = Way("all saved", RECOMPUTED.keep, {"policy": everything})
 BITWISE = Way("bitwise", RECOMPUTED.keep, {"determinism_check": "bitwise"})
 DEBUG = Way("debug", RECOMPUTED.keep, {"debug": True})
 NESTED = Way("nested", lambda _, function, *args: checkpointed(function)(*args))
-OPAQUE = Way("opaque op", lambda name, function, *args: remat.op(function, name, opaque=True)(*args))
-WAYS = [RECOMPUTED, NESTED, OPAQUE, BY_OP, BY_NATIVE_REGION, SAVE_MM, SAVE_ALL, BITWISE, DEBUG]
+WAYS = [RECOMPUTED, NESTED, BY_OP, BY_NATIVE_REGION, SAVE_MM, SAVE_ALL, BITWISE, DEBUG]
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +107,13 @@ def looped(x, weight):
     return (x * y) @ weight
 
 
-@pytest.mark.parametrize("way", [RECOMPUTED, NESTED, OPAQUE], ids=str)
+@pytest.mark.parametrize("way", [RECOMPUTED, NESTED, BY_OP], ids=str)
 @pytest.mark.parametrize("function", [cond, mapped, scanned, looped])
 def test_control_flow_that_torch_traces_is_equal(function, way):
     assert_same_gradients(way, function)
 
 
-@pytest.mark.parametrize("way", [RECOMPUTED, OPAQUE], ids=str)
+@pytest.mark.parametrize("way", [RECOMPUTED, BY_OP], ids=str)
 def test_flex_attention_with_a_learned_bias_is_equal(monkeypatch, way):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # the eager backward works on a CPU
 

@@ -224,7 +224,6 @@ FORMS = {
     "op": lambda x: remat.op(torch.exp, "op")(x),
     "op, a closure": lambda x: remat.op(lambda: x.exp(), "op")(),
     "op, several results": several,
-    "op, opaque": lambda x: remat.op(lambda y: y.exp(), "op", opaque=True)(x),
     "op, recomputed": lambda x: remat.op(torch.exp, "op", policy=RECOMPUTE)(x),
     "op, offloaded": lambda x: remat.op(torch.exp, "op", policy=OFFLOAD)(x),
     "op, a decorated function": lambda x: decorated(x),
@@ -309,7 +308,6 @@ def call_by_hand(x, w):
 SAVING = {
     "native": lambda x, w: remat.native_save_region("op", lambda x: (x @ w).sigmoid(), x),
     "op": lambda x, w: remat.op(lambda x: (x @ w).sigmoid(), "op")(x),
-    "op, opaque": lambda x, w: remat.op(lambda x: (x @ w).sigmoid(), "op", opaque=True)(x),
     "op, offloaded": lambda x, w: remat.op(lambda x: (x @ w).sigmoid(), "op", policy=OFFLOAD)(x),
     "a handle in an op": lambda x, w: remat.op(call_by_hand, "around")(x, w),
     "a handle in a native region": lambda x, w: remat.native_save_region("around", call_by_hand, x, w),
@@ -417,7 +415,6 @@ AROUND_COMPILED = {
     "bitwise": ({"determinism_check": "bitwise"}, lambda f, x: f(x)),
     "native region": ({}, lambda f, x: remat.native_save_region("f", f, x)),
     "op": ({}, lambda f, x: remat.op(f, "f")(x)),
-    "op, opaque": ({}, lambda f, x: remat.op(f, "f", opaque=True)(x)),
     "op, recomputed": ({}, lambda f, x: remat.op(f, "f", policy=RECOMPUTE)(x)),
     "op under a policy": ({"policy": [EXP]}, lambda f, x: remat.op(f, "f")(x)),
 }
@@ -455,8 +452,8 @@ def test_saved_call_of_compiled_code_runs_once():
     def backend(graph, example_inputs):
         return lambda *args: runs.append(1) or graph.forward(*args)
 
-    calls = [AROUND_COMPILED[form][1] for form in ("native region", "op", "op, opaque")]
-    calls.append(lambda f, x: remat.op(lambda x: f(x).tanh(), "f", opaque=True)(x))
+    calls = [AROUND_COMPILED[form][1] for form in ("native region", "op")]
+    calls.append(lambda f, x: remat.op(lambda x: f(x).tanh(), "f")(x))
     compiled, x = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend), leaf(4, 8)
     for number, call in enumerate(calls, 1):
         remat.checkpoint()(lambda x, call=call: call(compiled, x).sin())(x).sum().backward()

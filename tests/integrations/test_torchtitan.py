@@ -104,9 +104,8 @@ def test_gradients_and_buffers_are_equal(name, attention, monkeypatch):
             assert_same(expected, train(model, attention), way)
 
 
+@pytest.mark.parametrize("attention", ["flex"], indirect=True)
 def test_selective_checkpointing_runs_no_saved_attention_again(attention, monkeypatch):
-    if attention != "flex":
-        pytest.skip("about flex attention")
     module = sys.modules["torch._higher_order_ops.flex_attention"]
     runs, original = itertools.count(), module.math_attention
     monkeypatch.setattr(module, "math_attention", lambda *args, **kwargs: (next(runs), original(*args, **kwargs))[1])

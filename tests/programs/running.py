@@ -350,7 +350,7 @@ def run_call(
             run = function
             function, args = remat.native_save_region, (name, run, *args)
         else:
-            function = remat.op(function, name, policy=decision, opaque=step.what == "opaque")
+            function = remat.op(function, name, policy=decision)
     with entered():
         return tensors_of(function(*args))
 

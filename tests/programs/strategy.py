@@ -12,7 +12,7 @@ TABLES = {"unary": UNARY, "binary": BINARY, "view": VIEW, "read": READ, "in_plac
 NAMES = {kind: st.sampled_from(list(table)) for kind, table in TABLES.items()}
 CALLS = {
     "native": ("native", "native mm"),
-    "op": ("op", "opaque", "op mm"),
+    "op": ("op", "op mm"),
     "handle": ("seed", "named seed", "op Function"),
 }
 PICK = st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6))
@@ -77,7 +77,7 @@ def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
     def of_call(what: str) -> st.SearchStrategy[Step]:
         if what.endswith("mm"):
             return st.tuples(PICK, PICK, st.none(), DECISIONS).map(lambda drawn: Step("call", what, *drawn))
-        inner = allowed.without_writes() if what in FUNCTIONS or what == "opaque" else allowed
+        inner = allowed.without_writes() if what in FUNCTIONS else allowed
         body = bodies(inner, depth - 1)
         if "in_place" in inner.plain:  # so that calls change what was read before them
             body = st.one_of(body, st.tuples(body, NAMES["in_place"], PICK).map(_changing_an_argument))

@@ -212,7 +212,7 @@ class Filling(Replaying):
         As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
         if self.unread is not None and self.unread.moved:
-            return lambda tensor: self.pack(tensor)
+            return lambda tensor: self.pack(tensor)  # no bound method: hooks are marked by attributes
         tape, last = self.region.tape, self._last
         saved, layouts, buffers = tape.saved, tape.layouts, tape.buffers
 
