@@ -460,6 +460,7 @@ _FLAGS = (
 _knows_flags = all(
     hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
 )
+_NO_MODE = (False, False, False)
 
 
 def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
@@ -488,6 +489,8 @@ def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None
         return
     modules: Any = _python_dispatch
     torch._C._pop_torch_dispatch_stack(None)
+    if not count_of_modes():  # torch keeps one set for all threads: what another one had set would stay for good
+        before = _NO_MODE
     modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
     if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
         modules._is_in_any_mode_without_ignore_compile_internals = before[2]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import torch_remat as remat
 from tests.helpers import Mlp, assert_same, chain, checkpointed, leaf, pairwise, plain
@@ -168,3 +169,31 @@ def test_variable_from_outside_that_is_another_tensor_in_replay_is_an_error_in_a
 
     assert (run_in_threads(backward) if threaded else [backward()]) == ["r"]
     assert before is not t
+
+
+def test_code_compiles_after_regions_whose_forwards_overlapped():
+    """Torch notes for all threads at once whether a mode is active, and up to 2.12 it compiles nothing then."""
+    first_runs, second_runs, first_is_over = (threading.Event() for _ in range(3))
+
+    def run(begins, waits_for):
+        def function(x):
+            y = x @ x
+            begins.set()
+            assert waits_for.wait(TIMEOUT_SECONDS)
+            return y.sin()
+
+        return remat.checkpoint(policy=[torch.ops.aten.mm.default])(function)(leaf(4, 4))
+
+    def first():
+        run(first_runs, second_runs)
+        first_is_over.set()
+
+    def second():
+        assert first_runs.wait(TIMEOUT_SECONDS)
+        run(second_runs, first_is_over)
+
+    run_in_threads(first, second)
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    backend = CompileCounter()
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.rand(3))
+    assert backend.frame_count == 1
