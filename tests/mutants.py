@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "argument of a call kept twice", "bytes", "dispatch/call/recorder.py",
-        "if knows_args and self._elide(call, tensor, owner, holder):",
+        "if given is not None and self._waits(call, holder, tensor, given):",
         "if False:",
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         "result of a call that replay does not pass kept", "bytes", "dispatch/call/ending.py",
-        "if not call.is_handle and call.saved_after <= last)",
+        "if not call.is_handle and call.end <= last)",
         "if not call.is_handle)",
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = (
         "if any(",
     ),
     Mutant(
-        "version of a cast leaf of a call not compared", "writes", "dispatch/call/call.py",
+        "version of a cast leaf of a call not compared", "writes", "dispatch/region/forward.py",
         "    if leaf._version != version:\n",
         "    if False:\n",
     ),
@@ -451,8 +451,8 @@ MUTANTS = (
     ),
     Mutant(
         "call that must run whole is skipped", "calls", "dispatch/call/ending.py",
-        "            self._find_changed()\n",
-        "            pass\n",
+        " and log.results.is_any_written(call):",
+        " and False:",
     ),
     Mutant(
         "call that wrote outside runs again", "calls", "dispatch/call/ending.py",
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensor that leaves a call let through", "calls", "dispatch/call/ending.py",
-        "if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:",
+        "if (run := call_left_by_a_tensor(several, readers)) is not None:",
         "if False:",
     ),
     Mutant(
@@ -620,9 +620,9 @@ MUTANTS = (
         "        if False:\n",
     ),
     Mutant(
-        "exception of a call not raised again", "errors", "dispatch/call/call.py",
-        "            self.call.results = Raised(type(error), error.args)\n",
-        "            pass\n",
+        "call that raised is skipped", "errors", "dispatch/call/call.py",
+        "        self.call.is_saved, self.call.always = False, True\n",
+        "        pass\n",
     ),
     Mutant(
         "log of forward not let go", "lifetimes", "dispatch/region/forward.py",

@@ -150,7 +150,7 @@ def _unnamed(region: Region) -> Iterator[Kept]:
         if not (isinstance(leaf, torch.Tensor) and is_parameter(leaf)):
             yield Kept("input", "", label, leaf)
     for place, entry in enumerate(list(region.tape.saved)):
-        if type(entry) is ref and (holder := entry()) is not None:
+        if type(entry) is ref and type(holder := entry()) is Holder:
             label = f"saved tensor {place}"
             told: tuple[What, Why] = ("empty", "again") if holder.value is None else (_filled(region), "backward")
             yield Kept(told[0], "", label, holder.value, why=told[1])
@@ -165,14 +165,13 @@ def _named(region: Region) -> Iterator[Kept]:
     for call in region.tape.records.values():
         for elided in call.waiting:
             sources.setdefault(id(elided.holder()), ("input of", call.name, str(elided.place)))
-    for entry in list(region.tape.holders):
-        if (holder := entry()) is not None:
-            packed = holder.value if holder.unpack is None else holder.packed
-            op, name, made_on = holder.op, holder.tensor_name, holder.metadata[3]
-            if packed is None:
-                yield Kept("empty", op, name, None, made_on, *sources.get(id(holder), ("again",)))
-            else:
-                yield Kept("saved" if holder.resident else _filled(region), op, name, packed, made_on, "backward", op)
+    for holder in region.tape.named_holders():
+        packed = holder.value if holder.unpack is None else holder.packed
+        op, name, made_on = holder.op, holder.name, holder.metadata[3]
+        if packed is None:
+            yield Kept("empty", op, name, None, made_on, *sources.get(id(holder), ("again",)))
+        else:
+            yield Kept("saved" if holder.resident else _filled(region), op, name, packed, made_on, "backward", op)
 
 
 def _filled(region: Region) -> What:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.handle_ops import (
@@ -493,3 +494,20 @@ def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
     w = nn.Parameter(torch.randn(3))
     checkpointed(lambda x: Scale.apply(x.sin(), w).exp())(leaf(3)).sum().backward()
     assert pointers == [w.data_ptr()]
+
+
+@pytest.mark.parametrize("style", ["handle", "auto"])
+def test_what_torchs_checkpoint_saves_after_a_handle_is_not_the_handles_own(style):
+    """It saves its arguments without a node, so no number tells them from what the handle saves."""
+
+    def program(wrap):
+        x, w = leaf(3, 3), leaf(3, 3)
+
+        def function(x, w):
+            y = call(style, Affine, Trace(), "it", SAVE, x, w)
+            return y, torch_checkpoint(torch.mul, x, w, use_reentrant=False).exp()
+
+        y, z = wrap(function)(x, w)
+        return torch.autograd.grad(y.sum() + z.sum(), [x, w])
+
+    assert_same_program(program, early_stop=False)

@@ -197,7 +197,7 @@ class _Recomputed:
             return sequence_number() == self._number
         # The body of an op with a handle saves nothing itself. What is saved first after it began is its own.
         self._record = record
-        self._number = sequence_number() if record.saved_before == len(tape.saved) - 1 else -1
+        self._number = sequence_number() if record.start == len(tape.saved) - 1 else -1
         return self._number >= 0
 
 

@@ -235,24 +235,24 @@ def mark_changed(holder: Holder) -> None:
 
 
 class OpHolder(Holder):
-    """The stand-in for one named saved tensor of a SAVE op.
+    """The stand-in for one saved tensor of a saved call, or of what a policy keeps.
 
-    It is *resident*, or *elided* and filled from another op's output.
+    It is *resident*, or *waits* for an argument or variable of its call, which replay has.
 
     Attributes:
-        op: The op's name.
+        op: The name of the call, or of the op.
         tensor_name: The tensor's name.
         resident: Whether the tensor is kept from the start.
-        unpack: The unpack hook around the region, if ``packed`` is what its pack hook returned for a resident.
+        unpack: What makes the tensor of ``packed``, which stands for it: the hooks around the region, an offloader, or
+            the leaf that it is the cast of.
     """
 
-    __slots__ = ("op", "packed", "resident", "tensor_name", "unpack")
-
+    # No slots, since most are as the class says.
     op: str
-    tensor_name: str
-    resident: bool
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor] | None
+    tensor_name = ""
+    resident = True
+    packed: Any = None
+    unpack: Callable[[Any], torch.Tensor] | None = None
 
     @property
     def name(self) -> str:

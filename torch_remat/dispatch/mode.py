@@ -301,8 +301,8 @@ class Replaying(RematMode):
         """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
     @abstractmethod
-    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder its value that waits for an argument of its call."""
+    def fill(self, holder: Holder, value: torch.Tensor) -> None:
+        """Give a holder its value."""
 
     @abstractmethod
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:

@@ -271,7 +271,7 @@ def _is_in(region: Region, numbers: Collection[int]) -> bool:
     if not region.finished:
         mode = current_mode()
         return mode is not None and mode.is_in(region)
-    held = any(isinstance(entry, ref) and entry() is not None for entry in (*region.tape.saved, *region.tape.holders))
+    held = any(isinstance(entry, ref) and entry() is not None for entry in region.tape.saved)
     its_own = range(region.first_number, region.end_number)
     return not held and any(number in its_own for number in numbers)
 

@@ -102,16 +102,16 @@ def test_current_report_tells_what_the_region_keeps_so_far():
         """\
 layers.0: 288 B
   args[0]            48 B  float32[3, 4] cpu  input
-  kwargs['mask']     48 B  float32[3, 4] cpu  input, also saved tensor 1
-  saved tensor 0     48 B  float32[3, 4] cpu  save, the end of forward decides
+  kwargs['mask']     48 B  float32[3, 4] cpu  input, also saved tensor 3
   saved tensor 2     48 B  float32[3, 4] cpu  save, the end of forward decides
-  saved tensor 3     48 B  float32[3, 4] cpu  save, the end of forward decides
+  saved tensor 5     48 B  float32[3, 4] cpu  save, the end of forward decides
+  saved tensor 6     48 B  float32[3, 4] cpu  save, the end of forward decides
   a.x                 0 B  float32[3, 4] cpu  save, counted as layers.0::args[0]
-  a.y                 0 B  float32[3, 4] cpu  save, also out, counted as layers.0::saved tensor 0
+  a.y                 0 B  float32[3, 4] cpu  save, also out, counted as layers.0::saved tensor 2
   block.0/attention   0 B                     recompute
   pair.x             48 B  float32[3, 4] cpu  save, the end of forward decides
-  pair.0              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 2
-  pair.1              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 3
+  pair.0              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 5
+  pair.1              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 6
   mix                 0 B                     recompute
 """,
     )

@@ -16,17 +16,15 @@ the output of a handle, whose body cannot run in replay.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import is_
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from torch_remat._compat import Handler, internal_hook, top_saved_tensors_hooks, without_torch_function
+from torch_remat._compat import Handler, without_torch_function
 from torch_remat.dispatch.call.call import cannot_be_skipped, variables_of
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
@@ -37,19 +35,17 @@ from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there
 from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import Raised, dense_layout, keys_of, layout_of
+from torch_remat.dispatch.log.meta import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
 from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import (
-    Packed,
     Placeholder,
     Refusal,
     Source,
     geometry_of,
     is_of_placeholders,
     refuse,
-    unpack,
 )
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
@@ -156,8 +152,8 @@ class Answerer:
                 args, kwargs = self.values_of(args, kwargs, name)
             return function(*args, **kwargs)
         if call.answers is not None:
-            if call.touched or self.ops is not None:
-                self.come_to(call)
+            if self.ops is not None:
+                self.ops.pass_over(call)
             leaves = leaves_of(args, kwargs) if call.modified else ()
             given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
             if self._runs(call, given, args, kwargs):
@@ -172,17 +168,12 @@ class Answerer:
         same = identity_of(function) == call.function
         if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
             self.replay.fail(another_call(self.region, call, same))
-        if type(call.results) is Raised:
-            if call.drawn is not None:
-                call.drawn.restore()
-            raise call.results.kind(*call.results.args)
-        if call.touched or self.ops is not None:
-            self.come_to(call)
         given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
         if self._runs(call, given, args, kwargs):
+            if self.ops is not None:
+                self.ops.pass_over(call)
             return self._run_whole(call, function, args, kwargs, given)
-        if call.waiting:
-            self.fill_waiting(call, given)
+        self.come_to(call, given)
         self.leave(call)
         if call.kind == ONE:
             return kept_or_stand_in(self, call, 0)
@@ -234,41 +225,44 @@ class Answerer:
             values.append(found[at].tensor if at < len(found) and found[at].key == key else None)
         return values
 
-    def come_to(self, call: Call) -> None:
-        """Come to a saved call, which under a policy has its place among the ops."""
+    def come_to(self, call: Call, given: Sequence[Any]) -> None:
+        """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables."""
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
+        replay = self.replay
+        if replay.over:
+            return
+        if replay.position != call.start:
+            what = f"replay saved {replay.position} tensors before this call, but forward {call.start}"
+            replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+        replay.position = call.end
+        if call.waiting:
+            self._fill_waiting(call, given)
+            replay.stop_if_filled()
+
+    def _fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+        for elided in call.waiting:
+            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
 
     def _run_whole(
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
-        """Run a call again; forward's holders have what its backward needs."""
+        """Run a call again, as one with the policy RECOMPUTE; what it keeps stays."""
         args, kwargs = self.values_of(args, kwargs, call.name)
         if call.early and self.ops is not None:
             leaves = leaves_of(args, kwargs)
             reached = [place.tensor for place in variables_of(function, leaves)]
             self.ops.refuse_early(call, [*leaves, *reached], {})
-        if call.waiting:  # what the call saved of its arguments before it modified them
-            self.fill_waiting(call, given)
         if call.before is not None and self.region.rng is not None:
             call.before.restore(among=self.region.rng)
-        hooks = top_saved_tensors_hooks()
-        own = call.answers is None and hooks is not None and hooks[1] is unpack  # else inner hooks take what is saved
-        try:
-            with saved_tensors_hooks(_throw_away, unpack) if own else nullcontext(), self._unwatched(call):
-                return function(*args, **kwargs)
-        finally:
-            if not self.replay.over and call.drawn is not None:
-                call.drawn.restore()
-
-    @contextmanager
-    def _unwatched(self, call: Call) -> Iterator[None]:
-        """Let the ops of a call run that runs whole."""
+        self._fill_waiting(call, given)  # what it saved of its arguments before it modified them
         self.begin_body(call)
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self.end_body()
+            if not self.replay.over and call.drawn is not None:
+                call.drawn.restore()
 
     def begin_body(self, call: Call) -> None:
         """Show no op to the watcher: the body of a call runs, in which the log has no names."""
@@ -288,13 +282,8 @@ class Answerer:
         loaded = self._slots.get(id(slot))
         return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
 
-    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        """Give the holders their values that wait for the arguments and variables of a call."""
-        for elided in call.waiting:
-            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
-
     def _fill(self, elided: Elided, source: Any) -> None:
-        known, _, view, _ = elided
+        known, _, view, _, origin = elided
         holder = known()
         if holder is None or holder.value is not None:
             return
@@ -309,9 +298,11 @@ class Answerer:
             self.replay.fail(other_source(self.region, holder, source))
         if not loaded:
             owner = source if source._base is None else source._base
+            if origin is not None:
+                holder.producer, holder.origin = origin
             if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
                 self.replay.explain(holder, value, owner, parameter_behind(owner))
-        self.replay.fill_elided(holder, value)
+        self.replay.fill(holder, value)
 
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an argument, or what saved writes have left where a placeholder of this region stands.
@@ -486,7 +477,7 @@ class Answerer:
 
     def check_passed(self, last: int) -> None:
         """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
-        if self.begun < len(self._calls) and (missing := self._calls[self.begun]).saved_before <= last:
+        if self.begun < len(self._calls) and (missing := self._calls[self.begun]).start <= last:
             raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
@@ -512,9 +503,3 @@ def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
         tensor="written",
         remedy="Read the tensor inside this call too, or read a clone made before the region is called.",
     )
-
-
-@internal_hook
-def _throw_away(tensor: Tensor) -> Tensor | Packed:
-    """Pack hook of a call that runs whole: forward's holders have what backward needs."""
-    return Packed.of(tensor) if isinstance(tensor, Placeholder) else tensor.detach()

@@ -6,11 +6,13 @@ the log. Out: in replay the result, kept tensors or placeholders in it, and the 
 NOTE [ When a saved call runs whole ]
 Replay skips a call, or runs it whole. It runs it whole, and warns once, if
 1. a result of it was modified in place after it;
-2. it modified an argument or a variable that the region had made.
-What autograd saves in the second run is thrown away: forward's holders have it. Every other way in which tensors of a
+2. it modified an argument or a variable that the region had made, or
+3. it raised an exception.
+Then nothing of it is kept, as if its policy were RECOMPUTE; where only replay knows, forward's holders have what the
+second run saves. Every other way in which tensors of a
 skipped call reach its region is a `UsageError` in forward: a tensor that was not returned, a variable or container of
 the region that holds other tensors afterwards, a result that is not a tree of tensors and plain values.
-Tensors outside the region are modified once. An exception that the call raised in forward is raised in replay, too.
+Tensors outside the region are modified once.
 """
 
 from __future__ import annotations
@@ -30,13 +32,11 @@ from torch.nn import functional as F
 from torch_remat._compat import (
     any_autocast_enabled,
     has_one_output,
-    in_autocast,
     is_compiled,
     node_behind,
     node_number,
     sequence_number,
     storage_key,
-    without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.result import (
@@ -52,16 +52,13 @@ from torch_remat.dispatch.call.result import (
     state_of,
 )
 from torch_remat.dispatch.holder import (
-    AUTOCAST_DTYPES,
     Anchor,
     Holder,
     OpHolder,
     RegionLike,
-    changed_in_place,
-    parameter_behind,
 )
 from torch_remat.dispatch.log.entry import Call, Entry
-from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
+from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
@@ -71,7 +68,6 @@ from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
-from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
 
@@ -87,10 +83,6 @@ class Log(Protocol):
     storages: Storages
 
     @property
-    def expected(self) -> object:
-        """The handle whose saving comes next, if one is expected."""
-
-    @property
     def opened(self) -> object:
         """The handle that was begun last and has not ended."""
 
@@ -100,20 +92,14 @@ class Log(Protocol):
     def maker_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
         """Return the entry that made a tensor, and as which of its results."""
 
-    def holder_for(self, op: str, name: str, tensor: torch.Tensor) -> OpHolder:
-        """Return a holder without a value."""
-
-    def hold(self, call: Call, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return what autograd keeps of a tensor that a call saves."""
+    def name_of(self, tensor: torch.Tensor, automatic: str) -> str:
+        """Return the name of a tensor that the call saves, given its automatic one."""
 
     def resident(self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> OpHolder:
         """Return the holder for a tensor that replay saves again, as a placeholder."""
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor that is saved outside of calls."""
-
-    def pack_expected(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return what autograd keeps of a tensor that a handle saves."""
 
     def note_result(self, call: Call, result: torch.Tensor, key: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own."""
@@ -199,6 +185,7 @@ class Given:
     """
 
     used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
+    before: Sequence[tuple[torch.Tensor, int]] = ()  # those that the call may modify, with their versions
     _places: Sequence[Place] | None = None
     _by_key: dict[int, int] | None = None
     _has_keys_of_variables = False
@@ -252,6 +239,10 @@ class Given:
         if at >= 0 and self._places is not None:
             self.used = {**self.used, place: (at, self._places[at].key)}
 
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the call has modified one of them so far."""
+        return any(one is tensor and version_of(one) != version for one, version in self.before)
+
     def is_of_module(self, place: int) -> bool:
         """Whether it is a buffer or an attribute of a module, which no region makes."""
         at = place - len(self.leaves)
@@ -295,18 +286,14 @@ class Running(ABC):
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
         outputs: The nodes of its result, with which of the node's outputs each is.
-        named: Tensors that autograd saves next, by the names that `auto_forward` gives them.
         written: The tensors that were there before the call and that it modified, by storage.
     """
 
     # What most calls have none of is not set for each.
-    named: Sequence[tuple[str, torch.Tensor | None]] = ()
     last = -1
     outputs: set[tuple[Node, int]] | None = None
     born: Collection[int] = frozenset()  # the storages that it has made, as far as somebody watches
-    saved = 0
     written: Mapping[int, Written] = _NONE
-    _names: frozenset[str] = frozenset()
 
     def __init__(self, ops: Log, call: Call, given: Given) -> None:
         self.ops = ops
@@ -314,21 +301,13 @@ class Running(ABC):
         self.given = given
         self.first = call.number = sequence_number()
 
-    @abstractmethod
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd keeps of a tensor that the call saves; None if it is saved as outside of calls."""
+    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
+        """Return what autograd keeps of a tensor; None if replay recomputes it, or has it."""
+        return self.ops.pack(tensor)
 
     @abstractmethod
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
-
-    def next_name(self, tensor: torch.Tensor, automatic: str) -> str:
-        """Return the name of a tensor that autograd saves now, given its automatic one; each other is given once."""
-        for name, expected in self.named:
-            if expected is tensor and name not in self._names:
-                self._names |= {name}
-                return name
-        return automatic
 
     def note_written(self, tensor: torch.Tensor, version: int) -> None:
         """Note a tensor that the call modifies, with its version before, unless it has made it."""
@@ -350,20 +329,19 @@ class Running(ABC):
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         self.given = _NOTHING
-        self.written, self.named = _NONE, ()
+        self.written = _NONE
 
     def left_by(self, error: BaseException) -> None:
-        """Note that an exception left the call: replay raises it anew."""
-        if isinstance(error, Exception):
-            self.call.results = Raised(type(error), error.args)
+        """Note that an exception left the call, which replay runs again."""
+        self.call.is_saved, self.call.always = False, True
         self.watch_end(True)
+        self.ops.entries.append(self.call)
 
 
 class RunningCall(Running):
     """A call of a function whose Python does not run in replay."""
 
     _state: State = ()
-    _before: Sequence[tuple[torch.Tensor, int]] = ()  # arguments and variables with their versions
 
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -387,52 +365,16 @@ class RunningCall(Running):
             call.reads = [key for tensor in given for key in keys_of(tensor)]
         if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
-            self._before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
+            self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
         draws = _draws.get(id(function)) if is_builtin(function) else True
         self._draws = may_draw_in(function) if draws is None else draws
         if self._draws and ops.draws is not None:
             ops.draws.begin()
 
-    def has_changed(self, tensor: torch.Tensor) -> bool:
-        """Whether the call has modified an argument or a variable so far."""
-        return any(one is tensor and version_of(one) != version for one, version in self._before)
-
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor:
-        """Return what autograd keeps of a tensor that the call saves."""
-        ops, call = self.ops, self.call
-        if type(tensor) is Parameter:
-            name = self.next_name(tensor, "") if self.named else ""
-            return (tensor, tensor._version, ops.region, (call.name, name))
-        name = f"saved_{self.saved}"
-        if self.named:
-            name = self.next_name(tensor, name)
-        self.saved += 1
-        if tensor.dtype in AUTOCAST_DTYPES and (cast := self._cast_of_leaf(tensor, name)) is not None:
-            return cast
-        held = ops.hold(call, name, tensor, CheckpointPolicy.SAVE)
-        leaves = call.policy is CheckpointPolicy.OFFLOAD and ops.region.hooks is None
-        if leaves and type(held) is OpHolder and held.resident:
-            ops.departures.waiting.append((held, tensor))
-        return held
-
-    def _cast_of_leaf(self, tensor: torch.Tensor, name: str) -> OpHolder | None:
-        """Keep a leaf's copy in a smaller dtype, or a view of it, as what it is: cast again when it is read."""
-        owner = tensor if tensor._base is None else tensor._base
-        if owner.dtype not in AUTOCAST_DTYPES or (leaf := parameter_behind(owner)) is None or leaf is owner:
-            return None
-        node = owner.grad_fn
-        if node is None or (node_number(node) < self.ops.region.first_number and not in_autocast()):
-            return None  # a copy of the user's own, which need not follow the leaf
-        holder: OpHolder = self.ops.holder_for(self.call.name, name, tensor)
-        view = None if owner is tensor else Placement.of(tensor)
-        holder.packed = (leaf, leaf._version, self.ops.region, (self.call.name, name))
-        holder.unpack = partial(_cast, owner.dtype, view)
-        return holder
-
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
         call, ops = self.call, self.ops
-        for tensor, version in self._before:
+        for tensor, version in self.given.before:
             if version_of(tensor) != version:
                 self.note_written(tensor, version)
         leaves: Sequence[Any] = (result,)
@@ -455,7 +397,7 @@ class RunningCall(Running):
             self._returns_several(leaves, () if form is None or form.is_leaf() else (form,))
         if self.given.used:
             call.places = self.given.used
-        if not self.saved or self.last - self.first > 1:
+        if call.start == call.end or self.last - self.first > 1:
             refuse_gradient(ops.region, call.name, self.first, leaves)
         if not self._is_pure:
             self._check_left(leaves)
@@ -534,7 +476,7 @@ class RunningCall(Running):
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
         super().let_go()
-        self._before = self._state = ()
+        self._state = ()
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
@@ -550,15 +492,6 @@ def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> 
 
 def _leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     return args if is_flat(args, kwargs) else leaves_of(args, kwargs)
-
-
-def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
-    leaf, version, region, (op, name) = anchor
-    if leaf._version != version:
-        raise changed_in_place(region, "parameter", leaf.shape, name, op)
-    with without_dispatch_modes():
-        cast = leaf.detach().to(dtype)
-        return cast if view is None else view.seen_in(cast)
 
 
 def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -17,25 +18,41 @@ from torch.autograd.graph import Node
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
-from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.holder import OpHolder, RegionLike
 from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
-from torch_remat.dispatch.log.readers import Readers, readers_in
+from torch_remat.dispatch.log.readers import readers_in
 from torch_remat.errors import RematWarning, qualified_name, user_line
 
 _warned: dict[Any, Any] = {}
 
 
-def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
-    """Keep what replay or backward needs, once each entry of the policy is known to have matched.
+def judge(log: Recorder, boundary: Sequence[Node | None]) -> None:
+    """Note which calls replay runs whole, and let it fill what these have saved; refuse those that leave a tensor.
 
     Args:
         log: What forward has noted.
         boundary: The nodes of the region's outputs.
     """
+    log.settle()
     if log.opened is not None:
         log.opened.check_ended()
+    if not log.packs:
+        return  # there are no calls but handles
+    _check_left(log, boundary)
+    for call in log.region.tape.records.values():
+        if call.function is not None and not log.has_policy and log.results.is_any_written(call):
+            call.why, call.modified, call.is_saved = "a result of it was modified in place afterwards", (), False
+        if not call.is_saved:
+            call.waiting = ()
+            for entry in log.region.tape.saved[call.start : call.end]:
+                if type(entry) is ref and type(holder := entry()) is OpHolder:
+                    holder.resident, holder.packed, holder.unpack = False, None, None
+
+
+def finish(log: Recorder) -> None:
+    """Keep what replay or backward needs, once each entry of the policy is known to have matched."""
     if log.watch is not None:
         assert log.region.options.policy is not None
         log.watch.check_matched(log.region.options.policy, identity_of(log.region.function))
@@ -43,29 +60,35 @@ def finish(log: Recorder, boundary: Sequence[Node | None]) -> None:
         log.results.read_versions()
     if log.departures.waiting:
         log.departures.send()
-    log.let_go_of_packed()
     if log.has_results or log.runs or log.needed or log.watch is not None:
-        _Ending(log, boundary).decide()
+        _Ending(log).decide()
     # Else there is nothing, or only handles, none of whose outputs anything reads.
+
+
+def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
+    """Refuse a call that leaves a tensor in the graph."""
+    several = [run for run in log.runs if run.outputs is not None]
+    if not several:
+        return
+    readers = readers_in(boundary, min(run.first for run in several))
+    if (run := call_left_by_a_tensor(several, readers)) is not None:
+        raise cannot_be_skipped(
+            log.region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
+        )
 
 
 class _Ending:
     """The end of one forward, with something to decide."""
 
-    def __init__(self, log: Recorder, boundary: Sequence[Node | None]) -> None:
+    def __init__(self, log: Recorder) -> None:
         self._log = log
         self._region = log.region
-        self._boundary = boundary
-        self._readers: Readers | None = None
 
     def decide(self) -> None:
         """Keep results, and note what runs."""
         log, region = self._log, self._region
-        self._check_left()
         if log.has_policy:  # elsewhere the graph is asked
             log.results.let_go_of_graph()
-        else:
-            self._find_changed()
         region.tape.roots = roots = self._roots()
         if log.watch is not None:
             needs = log.watch.find_needs(roots)
@@ -87,28 +110,6 @@ class _Ending:
         if log.has_policy and log.storages.has_writes and region.inputs is not None:
             region.inputs.accept_changes(self._is_not_repeated)
 
-    def _graph(self) -> Readers:
-        """Return who reads what in the graph, from the first call that asks on; walked once, if anything asks."""
-        if self._readers is None:
-            firsts = [run.first for run in self._log.runs if run.outputs is not None]
-            self._readers = readers_in(self._boundary, min(firsts)) if firsts else {}
-        return self._readers
-
-    def _check_left(self) -> None:
-        """Refuse a call that leaves a tensor in the graph."""
-        several = [run for run in self._log.runs if run.outputs is not None]
-        if several and (run := call_left_by_a_tensor(several, self._graph())) is not None:
-            raise cannot_be_skipped(
-                self._region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
-            )
-
-    def _find_changed(self) -> None:
-        """Let each call run whole that has a result modified in place since."""
-        is_written = self._log.results.is_any_written
-        for entry in self._log.entries:
-            if type(entry) is Call and not entry.why and entry.function is not None and is_written(entry):
-                entry.why = "a result of it was modified in place afterwards"
-
     def _is_not_repeated(self, tensor: Tensor) -> bool:
         """Whether replay of a region with a policy skips the modifications of an input."""
         return self._log.storages.has_changed(tensor) or key_of(tensor) in self._log.changes
@@ -117,8 +118,8 @@ class _Ending:
         """Warn of the calls that run whole, and refuse those that would modify something outside again."""
         region = self._region
         for call in run:
-            if type(call) is not Call or (call.is_handle and not self._log.has_policy):
-                continue
+            if type(call) is not Call or call.results is None or (call.is_handle and not self._log.has_policy):
+                continue  # one that raised just does so again
             call.why = call.why or "replay needs a result of it that was modified in place afterwards"
             if call.modified:  # replay knows whether these are the region's own
                 continue
@@ -162,7 +163,7 @@ class _Ending:
         if waits and not region.options.early_stop:
             last = len(region.tape.saved)
         passed = {call for call in calls[: waits[-1] if waits else 0] if not call.is_handle}
-        passed.update(call for call in calls if not call.is_handle and call.saved_after <= last)
+        passed.update(call for call in calls if not call.is_handle and call.end <= last)
         roots = [(key, after) for call, key, after in log.returned if call in passed]
         for at, entry in enumerate(log.entries):
             if entry in passed:

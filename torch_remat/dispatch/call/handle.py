@@ -194,8 +194,8 @@ class Log(Protocol):
     def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
         """Note a saved handle whose body has ended."""
 
-    def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
-        """Expect what a handle saves."""
+    def expect(self, call: Call, named: Sequence[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
+        """Let a handle save what comes before any other node."""
 
 
 class Replay(Loading, Protocol):
@@ -211,11 +211,8 @@ class Replay(Loading, Protocol):
     def value_of(self, leaf: Any, consumer: str) -> Any:
         """Return an input, what was kept in place of a placeholder."""
 
-    def fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        """Fill the holders that wait for the inputs of a call."""
-
-    def come_to(self, call: Call) -> None:
-        """Come to a saved call."""
+    def come_to(self, call: Call, given: Sequence[Any]) -> None:
+        """Pass over what a saved call has saved, and fill the holders that wait for its inputs."""
 
     def leave(self, call: Call) -> None:
         """Leave generators, and what outlives the region, as a skipped call left them."""
@@ -374,9 +371,7 @@ class SavedOp(ForwardOp):
             call.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         ops.end_handle(self, outs)
         if self._named:
-            expected = [*self._named.items()]
-            expected.reverse()
-            ops.expect(call, expected, self.args)
+            ops.expect(call, tuple(self._named.items()), self.args)
             self._named, self.args = {}, ()
         return outs if as_tuple or len(outs) > 1 else out
 
@@ -455,10 +450,7 @@ class SkippedOp(ReplayOp):
         metas = call.results
         if metas is None or type(metas) is Raised:  # its body has raised
             return None
-        if call.waiting:
-            ops.fill_waiting(call, args)
-        if call.touched or ops.ops is not None:
-            ops.come_to(call)
+        ops.come_to(call, args)
         if call.run or ops.whole is not None:
             self._again = True
             if ops.whole is None:

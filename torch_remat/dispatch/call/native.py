@@ -219,8 +219,6 @@ class RunningNative(Running):
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that the region has made, or one that replay will not have."""
         ops, call = self.ops, self.call
-        if ops.expected is not None:
-            return ops.pack_expected(tensor)
         maker = self.makers.get(key_of(tensor)) if self.makers and type(tensor) is not Parameter else None
         if maker is None:
             outer = ops.maker_of(tensor) if ops.has_handles or ops.has_policy else None
@@ -230,9 +228,7 @@ class RunningNative(Running):
         else:
             entry, place = maker
             label = f"{entry.name.rpartition('/')[2]}_{place}" if isinstance(entry, Call) else entry.label(place)
-        label = self.next_name(tensor, label)
-        self.saved += 1
-        return ops.resident(call.name, label, tensor, call.policy)
+        return ops.resident(call.name, ops.name_of(tensor, label), tensor, call.policy)
 
     def note_handle(self, call: Call, outputs: Sequence[Tensor]) -> None:
         """Note an op with a handle that has run inside: its ops are not listed, its outputs are made inside."""
@@ -280,7 +276,9 @@ class RunningNative(Running):
 
     def left_by(self, error: BaseException) -> None:
         """Note that an exception left the region; its Python raises it again."""
-        super().left_by(error)
+        if isinstance(error, Exception):
+            self.call.results = Raised(type(error), error.args)
+        self.watch_end(True)
         self.call.answers = self.answers
         self.call.reads = list(map(self.ops.storages.read_as, self._reads))
         self.ops.entries.append(self.call)

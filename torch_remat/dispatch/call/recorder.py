@@ -4,9 +4,10 @@ In: calls and ops as they run, and the tensors that autograd saves. Kept: calls 
 ends, what saved entries returned, and what `ending` asks then. Out: residents.
 
 NOTE [ What is kept ]
-1. A tensor that autograd saves is *resident* if a saved call or op made it: its holder has the value from the start. A
-   call's own argument or variable is *elided* instead where replay has it: the holder is filled when replay comes to
-   the call. A leaf that requires a gradient is never kept: the graph has it.
+1. What a saved call saves is its *range* of the tape. Its holders keep their values past forward, but those of tensors
+   that replay has as an argument or a variable of the call *wait*: they are filled when replay comes to the call.
+   Outside of calls, a tensor that a saved call or op made is *resident*: its holder has the value from the start. A
+   leaf that requires a gradient is never kept: the graph has it.
 2. What a call returned is kept if replay goes on past the call: nobody asks who reads it. Under a policy, a result is
    kept only if an entry that runs in replay reads it (`needs`).
 3. A policy does not see readers that are no ops. If there is one, replay starts over and runs every entry.
@@ -19,16 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from sys import _getframe
+from types import NoneType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, strided
-from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import (
+    OF_TRACES,
     detached,
     is_traceable_wrapper,
     node_number,
@@ -50,7 +52,6 @@ from torch_remat.dispatch.holder import (
     OpHolder,
     ResidentRef,
     Saver,
-    is_parameter,
     metadata_of,
     parameter_behind,
     read,
@@ -59,7 +60,7 @@ from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
 from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import Elided, Slot, placement_in, slot_for, version_of
+from torch_remat.dispatch.log.slot import Elided, Origin, Slot, placement_in, slot_for, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
@@ -76,6 +77,7 @@ from torch_remat.policies.kinds import OpPolicy
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 _BODY = 2  # frames from `Recorder.begin` to a handle's body: by way of `get_handle`
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
+_INPUT = (None, NoneType)  # of a holder's `plain`, where the tensor may be something else than the result of an op
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
 
@@ -93,9 +95,10 @@ class Recorder:
         packs: Whether it has to be asked about each tensor that autograd saves.
         calling: The saved call that runs, if one does.
         opened: The handle that was begun last and has not ended.
-        expected: The call of a handle whose body has just ended, with names and tensors whose saving comes next, the
-            last ones first, and the number of the next autograd node.
-        known_args: The inputs of that handle, if they are known.
+        saving: The call that saves what autograd saves now: one that runs, or a handle whose body has just ended.
+        named: What that call saves, by the names that its author gives.
+        number: That of the autograd node after it, if it is a handle; else -1.
+        alive: What it has saved, where hooks around the region must meet all of it.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many calls of the policy RECOMPUTE code runs.
         has_handles: Whether a handle was saved, in a region without a policy.
@@ -124,8 +127,12 @@ class Recorder:
         self.watch: OpRecorder | None = None
         self.calling: Running | None = None
         self.opened: ForwardOp | None = None
-        self.expected: tuple[Call, list[tuple[str, Tensor | None]], int] | None = None
-        self.known_args: Sequence[Any] = ()
+        self.saving: Call | None = None
+        self.named: Sequence[tuple[str, Tensor | None]] = ()
+        self.alive: list[Holder] = []
+        self._awaited: list[Tensor] = []  # what it has yet to save, the last first
+        self._given: Given | None = None  # to that call, as far as it is known
+        self.number = -1
         self.draws = None if region.rng is None else Draws(region.rng)
         self.recomputing = 0
         self.skipped_any = self.packs = self.has_results = False
@@ -156,9 +163,18 @@ class Recorder:
         """Return the name of the call that runs now; None outside of calls."""
         return None if self.calling is None else self.calling.call.name
 
-    def saver(self) -> Saver:
-        """Return the call that saves a tensor now."""
-        return NOBODY if self.calling is None else (self.calling.call.name, "")
+    def saver(self, tensor: Tensor) -> Saver:
+        """Return the call that saves a tensor now, and what it calls it."""
+        call = self.saving if self.calling is None else self.calling.call
+        return NOBODY if call is None else (call.name, self.name_of(tensor, "") if self.named else "")
+
+    def name_of(self, tensor: Tensor, automatic: str) -> str:
+        """Return the name of a tensor that the call saves; each that its author gives is given once."""
+        for at, (name, named) in enumerate(self.named):
+            if named is tensor:
+                self.named = (*self.named[:at], *self.named[at + 1 :])
+                return name
+        return automatic
 
     def is_in_skipped_body(self) -> bool:
         """Whether the body of a saved handle runs."""
@@ -193,13 +209,11 @@ class Recorder:
     def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
         """Return a holder without a value."""
         holder = OpHolder()
-        holder.region = region = self.region
+        holder.region = self.region
         holder.op = op
         holder.tensor_name = name
         holder.metadata = metadata_of(tensor)
-        holder.value = holder.packed = holder.unpack = None
-        holder.resident = True
-        region.tape.holders.append(ref(holder))
+        holder.value = None
         return holder
 
     def keep(self, holder: OpHolder, tensor: Tensor) -> None:
@@ -208,16 +222,13 @@ class Recorder:
         An enclosing region runs this forward again, where other tensors live longer: it must meet the same ones.
         """
         holder.value = self.mode.alias_of(tensor)
+        self._give_to_hooks(holder, tensor)
+
+    def _give_to_hooks(self, holder: OpHolder, tensor: Tensor) -> None:
         if (hooks := self.region.hooks) is not None:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
                 holder.packed = pack(tensor)
-
-    def let_go_of_packed(self) -> None:
-        """At the end of forward: empty the residents that the enclosing hooks have."""
-        for known in self.region.tape.holders if self.region.hooks is not None else ():
-            if (holder := known()) is not None and holder.unpack is not None:
-                holder.value = None
 
     def resident(
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
@@ -233,103 +244,100 @@ class Recorder:
         self.region.tape.saved.append(ResidentRef(holder))
         return holder
 
-    def hold(self, call: Call, name: str, tensor: Tensor, policy: CheckpointPolicy) -> Holder | Anchor:
-        """Return the holder for a tensor that a saved call saves, whose Python does not run in replay."""
-        region, owner = self.region, tensor._base
-        if owner is None:
-            owner = tensor
-        node = owner.grad_fn
-        is_leaf = node is None and owner.requires_grad  # the graph owns it anyway
-        if (is_leaf and not region.inputs.shares(owner)) or (type(owner) is not Tensor and is_parameter(owner)):
-            return (tensor if tensor is owner else tensor.detach(), tensor._version, region, (call.name, name))
-        if node is not None and owner is tensor and self.is_usual and type(tensor) is Tensor:
-            args = self.calling.given.leaves if type(self.calling) is RunningCall else self.known_args
-            for place, arg in enumerate(args):
-                if arg is tensor and (elided := self._elide_made(call, name, tensor, node, place)) is not None:
-                    return elided
-        holder = self.holder_for(call.name, name, tensor)
-        knows_args = self.calling is not None or len(self.known_args) > 0
-        if knows_args and self._elide(call, tensor, owner, holder):
-            holder.resident, holder.value = False, tensor
-            region.tape.elided.append(ref(holder))
-        elif policy is not _OFFLOAD or region.hooks is not None or not self.departures.take(holder, tensor):
-            self.keep(holder, tensor)
-        return holder
+    def saves_now(self, tensor: Tensor) -> bool:
+        """Whether a tensor that autograd saves is the next one of the handle that saves, before any other node.
 
-    def _elide_made(self, call: Call, name: str, tensor: Tensor, node: Node, place: int) -> OpHolder | None:
-        """Elide what most saved tensors are that a call has not made: an argument, no view, that a node made.
-
-        Returns:
-            The holder; None where `_elide` has to look.
+        Also torch's checkpoint saves tensors, without a node.
         """
-        region, running = self.region, self.calling
-        if tensor.layout is not strided or tensor.dtype in AUTOCAST_DTYPES:
-            return None
-        if id(tensor) in region.inputs.originals or storage_key(tensor) in self.storages.writers:
-            return None
-        if self._views or (type(running) is RunningCall and running.has_changed(tensor)):
-            return None
-        holder = self.holder_for(call.name, name, tensor)
-        holder.resident, holder.value = False, tensor
-        holder.producer = type(node)
-        holder.origin = None if node_number(node) >= region.first_number else ref(tensor)
-        region.tape.elided.append(entry := ref(holder))
-        call.waiting = [*call.waiting, new_tuple(Elided, (entry, place, None, None))]
-        return holder
+        if self._awaited and self._awaited[-1] is tensor and sequence_number() == self.number:
+            self._awaited.pop()
+            return True
+        self.settle()
+        return False
 
-    def _elide(self, call: Call, tensor: Tensor, owner: Tensor, holder: OpHolder) -> bool:
+    def settle(self) -> None:
+        """End the range of the call that saves: what replay has as an argument or variable waits, the rest is kept."""
+        call, given = self.saving, self._given
+        if call is None:
+            return
+        saved = self.region.tape.saved
+        call.end = len(saved)
+        count = 0
+        for place in range(call.start, call.end):
+            entry = saved[place]
+            if type(entry) is not ref:
+                continue  # a leaf, which the graph owns
+            count += 1
+            holder = entry()
+            if type(holder) is not OpHolder or (tensor := holder.value) is None:
+                continue
+            holder.tensor_name = f"saved_{count - 1}"
+            if self.named:
+                holder.tensor_name = self.name_of(tensor, holder.tensor_name)
+            if holder.unpack is not None:
+                continue  # a leaf's cast, made anew when it is read
+            if given is not None and self._waits(call, holder, tensor, given):
+                holder.resident = False
+            elif self.region.hooks is not None:
+                self._give_to_hooks(holder, tensor)
+            elif call.policy is _OFFLOAD:
+                self.departures.waiting.append((holder, tensor))
+        self.saving = self._given = None
+        self.named, self.number = (), -1
+        self.alive.clear()
+        self._awaited.clear()
+        if self.departures.waiting:
+            self.departures.send()
+
+    def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""
-        running = self.calling if type(self.calling) is RunningCall else None
-        if running is None and not self.known_args:
-            return False
+        region, inputs = self.region, self.region.inputs
+        if holder.plain not in _INPUT and tensor._base is None and self.is_usual and not self._views:
+            # What most are that a call has not made: an argument, no view, that an op of the region has made.
+            for place, leaf in enumerate(given.leaves):
+                if (
+                    leaf is tensor
+                    and tensor.layout is strided
+                    and storage_key(tensor) not in self.storages.writers
+                    and not (given.before and given.has_changed(tensor))
+                ):
+                    call.waiting = [*call.waiting, new_tuple(Elided, (ref(holder), place, None, None, None))]
+                    return True
+        owner = tensor if tensor._base is None else tensor._base
+        if inputs.shares(owner) or holder.metadata[0] != tensor._version:
+            return False  # the inputs have its memory
         maker = self.maker_of(tensor)
         if maker is not None and (
             isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor)
         ):
             return False  # replay will not have it
-        if self.region.inputs is None or self.region.inputs.shares(owner):
-            return False  # it shares the storage of a region input
-        key = key_of(tensor)
-        found = (Given(None, self.known_args) if running is None else running.given).find(tensor, key)
+        found = given.find(tensor, key_of(tensor))
         if found is None or found[1].layout is not strided:
             return False
         place, source = found
-        if running is not None and running.has_changed(source):
+        if given.has_changed(source):
             return False
-        if self.region.hooks is not None and source.grad_fn is None:
+        if region.hooks is not None and source.grad_fn is None:
             return False  # replay of an enclosing region may skip what changed it
-        if source is not tensor and (is_traceable_wrapper(source) or is_traceable_wrapper(tensor)):
-            return False  # a wrapper is no strided view of what it wraps
-        origin = source if source._base is None else source._base
-        if self.region.inputs.shares(origin):
-            return False  # a view without a base, such as a detached one, does
-        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source)]
-        if running is not None:
-            running.given.use(place)
-        _note_origin(holder, origin, self.region.first_number)
+        origin = None
+        if source is not tensor:
+            if is_traceable_wrapper(source) or is_traceable_wrapper(tensor):
+                return False  # a wrapper is no strided view of what it wraps
+            base = source if source._base is None else source._base
+            if inputs.shares(base):
+                return False  # a view without a base, such as a detached one, does
+            origin = _origin_of(base, region.first_number)
+        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source, origin)]
+        given.use(place)
         if maker is not None:
             self.needed.append((key_of(tensor), len(self.entries)))
         return True
 
-    def pack_expected(self, tensor: Tensor) -> Holder | Anchor | None:
-        """Do what `pack` does where a saved handle is expected to save."""
-        assert self.expected is not None
-        call, tensors, number = self.expected
-        name, expected = tensors.pop()
-        while expected is None and tensors:
-            name, expected = tensors.pop()
-        if tensor is expected and number == sequence_number():
-            held = self.hold(call, name, tensor, call.policy)
-            if not tensors:
-                self.forget_expected()
-            return held
-        self.forget_expected()  # autograd did not record the op
+    def pack_by_log(self, tensor: Tensor) -> Holder | Anchor | None:
+        """Return the holder for a tensor that no call saves itself; None if replay recomputes it, or has it."""
+        if type(tensor) in OF_TRACES and not self.region.traced:
+            return None
         return self.pack(tensor) if self.calling is None else self.calling.pack(tensor)
-
-    def forget_expected(self) -> None:
-        """Expect nothing: something else has come."""
-        self.expected = None
-        self.known_args = ()
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that a saved entry made; None for one that replay recomputes, or has."""
@@ -390,15 +398,15 @@ class Recorder:
                 remedy="Give each call its own name; remat.name_scope('block.0') prefixes the names inside it.",
             )
         calls[call.name] = call
-        call.saved_before = len(self.region.tape.saved)
+        call.start = len(self.region.tape.saved)
 
     def run(
         self, is_native: bool, name: str, policy: CheckpointPolicy, function: Callable[..., Any],
         args: Sequence[Any], kwargs: Mapping[str, Any],
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`; see `RematMode.run_native`."""
-        if self.expected is not None:
-            self.forget_expected()
+        if self.number >= 0:
+            self.settle()
         opened = self.opened
         if self.calling is not None or (opened is not None and self.is_part_of_skipped(opened.is_running())):
             return function(*args, **kwargs)
@@ -417,6 +425,7 @@ class Recorder:
             running = RunningNative(self, call, function, args, kwargs)
         else:
             running = RunningCall(self, call, function, args, kwargs, of_torch)
+            self.saving, self._given = call, running.given
         if self.has_handles:
             self._hold_outputs(call)
         self.calling = running
@@ -431,17 +440,19 @@ class Recorder:
             else:
                 with self.mode.unwatched():
                     result = function(*args, **kwargs)
+            self.settle()
             if before is not None:
                 self._note_outside(call, before)
             running.returns(result)
             if self.watch is not None and drawn is not None:
                 self.watch.note_draws(call, drawn)
         except BaseException as error:
+            self.settle()
             running.left_by(error)
             raise
         finally:
             self.calling = None
-            call.saved_after = len(self.region.tape.saved)
+            call.end = len(self.region.tape.saved)
             if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
                 self.watch.compiled_code.forget_since(compiled)
             if not of_torch:
@@ -607,8 +618,8 @@ class Recorder:
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep what an inner region reads that replay would not have; a policy sees what it reads."""
-        if self.expected is not None:
-            self.forget_expected()
+        if self.number >= 0:
+            self.settle()
         if not self.has_policy:
             self.note_readers(leaves_of(args, kwargs))
         return args, kwargs
@@ -617,8 +628,8 @@ class Recorder:
 
     def begin(self, name: str, policy: CheckpointPolicy, ctx: Any) -> ForwardOp | None:
         """Begin a handle; None if it is part of a call that replay skips. Only `get_handle` calls it."""
-        if self.expected is not None:
-            self.forget_expected()
+        if self.number >= 0:
+            self.settle()
         calling = self.calling
         if calling is not None and type(calling) is not RunningNative:
             return None  # it is part of the call
@@ -648,7 +659,7 @@ class Recorder:
             self.note_call(call)
         else:  # what it does, for the usual op
             tape.records[name] = call
-            call.saved_before = len(tape.saved)
+            call.start = len(tape.saved)
         op._ctx = ctx
         op._name = name
         op._step = -1
@@ -675,6 +686,7 @@ class Recorder:
         """Note a saved handle whose body has ended."""
         call, region = op.call, self.region
         call.number = node_number(op._ctx)
+        call.end = len(region.tape.saved)
         self.skipped_any = True
         calling = self.calling
         if calling is None:
@@ -725,14 +737,16 @@ class Recorder:
         """Let the parameters among a handle's inputs stay, which is to be offloaded."""
         self.region.sender().know_parameters(args)
 
-    def expect(self, call: Call, tensors: list[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
-        """Expect what a handle saves, the last first, before any other node; ``args`` are its inputs, if known.
+    def expect(self, call: Call, named: Sequence[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
+        """Let a handle save what comes before any other node; ``args`` are its inputs, if known.
 
         Other hooks, entered inside the region, take it instead, such as those of torch's checkpoint.
         """
         hooks = top_saved_tensors_hooks()
         if hooks is not None and hooks[1] is read:
-            self.expected, self.known_args = (call, tensors, sequence_number()), args
+            self.saving, self.named, self.number = call, named, sequence_number()
+            self._awaited = [tensor for _, tensor in reversed(named) if tensor is not None]
+            self._given = Given(None, args) if args else None
 
     def undecided(self) -> Iterator[Undecided]:
         """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
@@ -746,7 +760,8 @@ class Recorder:
         for call in self.entries:
             if type(call) is Call and call.outputs:
                 call.outputs, call.alive = (), ()
-        self.forget_expected()
+        self.saving = self._given = None
+        self.named = ()
         del self.mode, self.departures
 
 
@@ -764,13 +779,10 @@ def _weak(tensor: Tensor) -> StorageWeakRef | None:
     return StorageWeakRef(part.untyped_storage()) if is_there else None
 
 
-def _note_origin(holder: OpHolder, owner: Tensor, first_number: int) -> None:
-    """Note where an input comes from, which replay compares as it does for what is recomputed."""
-    node = owner.grad_fn
-    holder.producer = type(node)
-    holder.origin = None
+def _origin_of(owner: Tensor, first_number: int) -> Origin:
+    """Return what made an input, and where it comes from, which replay compares as it does for what is recomputed."""
+    node, leaf = owner.grad_fn, None
     if type(owner) is not Tensor or owner.dtype in AUTOCAST_DTYPES:
-        holder.origin = parameter_behind(owner)
+        leaf = parameter_behind(owner)
     outside = owner.requires_grad if node is None else node_number(node) < first_number
-    if outside and holder.origin is None:
-        holder.origin = ref(owner)
+    return type(node), ref(owner) if outside and leaf is None else leaf

@@ -167,8 +167,9 @@ def _is_statistic(saved: Sequence[object], place: int) -> bool:
 
 
 def _holder_of(entry: object) -> Holder | None:
+    """Return the holder that replay fills at a place."""
     found: Holder | None = entry() if type(entry) is ref else None
-    return found
+    return None if found is None or found.resident else found
 
 
 def has_other_values(before: bytes, tensor: Tensor) -> bool:

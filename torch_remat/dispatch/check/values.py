@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -62,7 +61,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def take_values(
-    value_of: ValueOf, known: Iterable[ref[Any]], compare: Callable[[Holder, Any], None] | None = None
+    value_of: ValueOf, known: Iterable[Holder], compare: Callable[[Holder, Any], None] | None = None
 ) -> None:
     """Take the values of saved tensors at the end of a phase.
 
@@ -71,12 +70,12 @@ def take_values(
 
     Args:
         value_of: The function whose values are taken.
-        known: Weak references to the holders.
+        known: The holders.
         compare: Is called with each holder and its value; without it the holder keeps the value.
     """
     with torch.no_grad(), unseen():
-        for entry in known:
-            if (holder := entry()) is None or (tensor := holder.value) is None:
+        for holder in known:
+            if (tensor := holder.value) is None:
                 continue
             if type(tensor) is Placeholder or holder.metadata[0] != tensor._version:
                 continue

@@ -189,8 +189,8 @@ class Call(Entry):
         gradients: For each leaf that the call made, whether it needs a gradient.
         template: The form of the result, alone in a tuple; empty if it is one leaf.
         layout: Shape and strides of its tensor arguments.
-        saved_before: How many tensors the region had saved when the call began.
-        saved_after: How many when it ended.
+        start: How many tensors the region had saved when the call began.
+        end: How many when it ended, or had saved what it saves.
         waiting: Saved tensors that replay has: arguments and variables, or views of these.
         places: Where variables among these, or among the results, are found, by their number after the arguments.
         drawn: Where the call left the random generators, if it drew numbers.
@@ -207,6 +207,7 @@ class Call(Entry):
             runs it whole if it has others there, which the region makes.
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
+        is_saved: Whether it keeps what it has saved; decided at the end of forward, if its policy says so.
     """
 
     kind = CALL
@@ -218,7 +219,7 @@ class Call(Entry):
     gradients: Sequence[bool] = ()
     template: tuple[Any, ...] = ()
     layout: Sequence[Any] = ()
-    saved_before = saved_after = 0
+    start = end = 0
     waiting: Sequence[Elided] = ()
     places: Mapping[int, tuple[int, Any]] = _NONE
     drawn: RngState | None = None
@@ -233,6 +234,7 @@ class Call(Entry):
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
+    is_saved = True
 
     def __init__(self, name: str, policy: CheckpointPolicy, function: Any = None) -> None:
         self.name = self.group = name
@@ -243,6 +245,11 @@ class Call(Entry):
     def op(self) -> Call:
         """The call itself, by which the log knows it."""
         return self
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether replay skips what it saved: its range of the tape."""
+        return self.answers is None and self.policy is not CheckpointPolicy.RECOMPUTE and self.is_saved
 
     @property
     def is_handle(self) -> bool:

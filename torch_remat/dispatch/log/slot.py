@@ -23,6 +23,8 @@ from torch_remat.policies.decision import CheckpointPolicy
 if TYPE_CHECKING:
     from torch_remat.dispatch.holder import OpHolder
 
+# Of a source: the type of the node that made it, and the `origin` of a holder.
+Origin = tuple[type, torch.Tensor | ref[torch.Tensor] | None]
 UNCOUNTED = -1
 """The version of a tensor made in inference mode, which counts no changes."""
 _NOTHING = torch.empty(0)
@@ -173,18 +175,22 @@ class Elided(NamedTuple):
         place: Which argument the source is; variables are counted after the arguments.
         view: The tensor's placement in the source's storage; None if it is the source itself.
         source: The placement of the source; None likewise.
+        origin: Where the source comes from; None likewise: as its holder says.
     """
 
     holder: ref[OpHolder]
     place: int
     view: Placement | None
     source: Placement | None
+    origin: Origin | None = None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor) -> Elided:
+    def of(
+        cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor, origin: Origin | None
+    ) -> Elided:
         """Describe a saved tensor that shares the storage of its source."""
         places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
-        made: Elided = new_tuple(cls, (ref(holder), place, *places))
+        made: Elided = new_tuple(cls, (ref(holder), place, *places, origin))
         return made
 
     def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:

@@ -23,13 +23,15 @@ from torch_remat._compat import (
     OF_TRACES,
     CompiledCode,
     graph_task,
+    in_autocast,
     is_transformed,
     keep_from_compiler,
     node_number,
     sequence_number,
     untraced,
+    without_dispatch_modes,
 )
-from torch_remat.dispatch.call.ending import finish
+from torch_remat.dispatch.call.ending import finish, judge
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.check.samples import (
     UNKNOWN_TO_PYTHON,
@@ -45,7 +47,10 @@ from torch_remat.dispatch.holder import (
     UNKNOWN_LAYOUT,
     Anchor,
     Holder,
+    OpHolder,
+    ResidentRef,
     TapeLike,
+    changed_in_place,
     is_parameter,
     layout_of,
     mark_changed,
@@ -53,6 +58,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
+from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
@@ -60,6 +66,7 @@ from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import UsageError, warn
+from torch_remat.offload.transfer import Placement
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -152,15 +159,17 @@ class Recording(RematMode):
     replaying = False
     ops: Recorder | None = None
     _value_of: ValueOf | None = None  # what the determinism check compares
-    _note: Callable[[Any], None] | None = None  # what a budget does with each saved tensor
+    _keeps = False  # whether a budget may keep saved tensors
+    _noted: list[ref[Any]]  # these
 
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
         # The places of tensors that Python code knows; None where no values are compared.
         self._carriers: list[int] | None = [] if takes_samples(region.serial) else None
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
+        self._noted = []
         if region.keeper is not None and region.keeper.keeps:
-            self._note, self._carriers = region.keeper.note, None
+            self._keeps, self._carriers = True, None
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
@@ -206,21 +215,21 @@ class Recording(RematMode):
         region, first_number = self.region, self.region.first_number
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, carriers = tape.saved, tape.layouts, self._carriers
-        saved, note = entries.append, self._note
+        saved, nested = entries.append, region.hooks is not None
+        note = self._take_note if self._keeps else None
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
-            ops = self.ops
-            if ops is not None and (ops.packs or ops.expected is not None):
-                if type(tensor) in OF_TRACES and not region.traced:
-                    return tensor
-                pack_by_op = ops.calling.pack if ops.calling else ops.pack_expected if ops.expected else ops.pack
-                if (held := pack_by_op(tensor)) is not None:
+            ops, saving = self.ops, None
+            if ops is not None:
+                if ops.saving is not None and (ops.number < 0 or ops.saves_now(tensor)):
+                    saving = ops.saving
+                elif ops.packs and (held := ops.pack_by_log(tensor)) is not None:
                     return held
-            if (kind := type(tensor)) is not Tensor:
+            if (kind := type(tensor)) is not Tensor or (nested and saving is not None):
                 if kind is not Parameter:
-                    return self.pack(tensor)
+                    return self.pack(tensor, saving)
                 saved(tensor)
-                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
+                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver(tensor))
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
@@ -229,41 +238,43 @@ class Recording(RematMode):
             ):
                 layout = UNKNOWN_LAYOUT if bases and id(owner) in bases else layout_of(tensor, owner)
             else:
-                return self.pack(tensor)
+                return self.pack(tensor, saving)
             producer: type = NoneType
             if id(owner) in originals:
                 pass  # replay passes inputs without their `grad_fn`
             elif (node := owner.grad_fn) is not None:
                 producer = type(node)
                 if producer is CAST or node._sequence_nr() < first_number:  # type: ignore[attr-defined,unused-ignore]
-                    return self.pack(tensor)
+                    return self.pack(tensor, saving)
             elif owner.requires_grad:
                 if layout is not None:
                     layouts[len(entries)] = layout
                 saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region, NOBODY if ops is None or not ops.calling else ops.saver())
-            elif region.hooks is not None:
-                return self.pack(tensor)
+                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver(tensor))
+            elif nested:
+                return self.pack(tensor, saving)
             else:
                 if tensor.is_floating_point():
                     tape.buffers.add(len(entries))
                 if carriers is not None and getrefcount(tensor) > UNKNOWN_TO_PYTHON:
                     place = len(entries)
                     carriers.append(place if current_mode() is self else ~place)  # what an inner region hands up
-            holder = Holder()
+            holder = Holder() if saving is None else OpHolder()
             holder.region = region
             holder.value, holder.origin = tensor, None
             holder.metadata, holder.layout = metadata_of(tensor), layout
             holder.producer = holder.plain = producer
             saved(ref(holder))
-            if note is not None:
+            if saving is not None:
+                holder.op = saving.name  # type: ignore[misc]
+            elif note is not None:
                 note(ops)
             return holder
 
         return pack
 
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
-        """Do what the pack hook does, for any tensor that is not saved by a SAVE op; one of a trace is not ours."""
+    def pack(self, tensor: torch.Tensor, saving: Call | None) -> Holder | Anchor | torch.Tensor:
+        """Do what the pack hook does, for any tensor, of the call that saves it, if one does; one of a trace stays."""
         region = self.region
         if type(tensor) in OF_TRACES and not region.traced:
             return tensor
@@ -280,10 +291,13 @@ class Recording(RematMode):
             if layout is not None:
                 region.tape.layouts[place] = layout
             region.tape.saved.append(None if is_input else owner)
-            saver = NOBODY if self.ops is None else self.ops.saver()
+            saver = NOBODY if self.ops is None else self.ops.saver(tensor)
             return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region, saver)
-        holder = Holder()
+        holder = Holder() if saving is None else OpHolder()
         region.tape.saved.append(ref(holder))
+        if isinstance(holder, OpHolder) and saving is not None and self.ops is not None:
+            holder.op = saving.name
+            self.ops.alive.append(holder)
         holder.region = region
         holder.value, holder.origin = tensor, None
         holder.metadata = metadata_of(tensor)
@@ -295,15 +309,26 @@ class Recording(RematMode):
             if cast_of is not None:
                 holder.origin = None if inputs.contains(cast_of) else cast_of
                 self._casts.append((ref(holder), cast_of, cast_of._version))
+                # Another one older than the region is the user's own, and need not follow the leaf.
+                if type(holder) is OpHolder and (node_number(node) >= region.first_number or in_autocast()):
+                    holder.packed = (cast_of, cast_of._version, region, (holder.op, ""))
+                    view = None if owner is tensor else Placement.of(tensor)
+                    holder.unpack = partial(_cast, owner.dtype, view)
             elif inputs.is_made_as(owner, node):
                 holder.producer = NoneType
             elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
                 holder.origin = ref(owner)
         if region.hooks is not None and not is_input and (node is None or holder.origin is not None):
             region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
-        if self._note is not None:
-            self._note(self.ops)
+        if self._keeps and saving is None:
+            self._take_note(self.ops)
         return holder
+
+    def _take_note(self, ops: Recorder | None) -> None:
+        """Let a budget take note of a saved tensor that it may keep."""
+        assert self.region.keeper is not None
+        self.region.keeper.note(ops)
+        self._noted.append(self.region.tape.saved[-1])  # type: ignore[arg-type]
 
     def take_others(self, tape: TapeLike) -> None:
         """Note what an inner region has saved and not made."""
@@ -319,8 +344,8 @@ class Recording(RematMode):
         """Give names to the tensors that autograd saves next, if a saved call makes them."""
         if self.observed is not None:
             self.observed.name_saved(named)
-        if self.ops is not None and (call := self.ops.calling) is not None:
-            call.named = named
+        if self.ops is not None and self.ops.calling is not None:
+            self.ops.named = (*self.ops.named, *named)
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand."""
@@ -341,14 +366,16 @@ class Recording(RematMode):
         region = self.region
         if region.misuse is not None:
             raise region.misuse()  # also where user code swallowed it
+        if self.ops is not None:
+            judge(self.ops, boundary)
         if self._value_of is not None:
             take_values(self._value_of, region.tape.holders_to_fill())
         if (carriers := self._carriers) is not None:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
             region.last_sample = last_sample(region.tape.saved, carriers, region.inputs)
-        keeper = region.keeper
-        values = self._empty()
+        keeper, values = region.keeper, self._values() if self._noted else []
+        self._empty()
         region.end_number = sequence_number()
         region.versions, region.flags = versions_of(region.parameters), flags_of(region.parameters)
         for entry, leaf, version in self._casts:  # which replay makes of the leaf as it will be then
@@ -356,7 +383,7 @@ class Recording(RematMode):
                 mark_changed(holder)
         self._casts.clear()
         if self.ops is not None:
-            finish(self.ops, boundary)
+            finish(self.ops)
         if region.outside is not None:
             region.outside.finish(bool if self.ops is None else self.ops.storages.has_changed)
         if keeper is not None:
@@ -367,33 +394,32 @@ class Recording(RematMode):
             region.rng = None
         region.finished = True
 
-    def _empty(self) -> list[tuple[ref[Holder], Tensor | None]]:
-        """Empty the holders that replay fills; return their values in a budget, which may keep them.
+    def _values(self) -> list[tuple[ref[Holder], Tensor | None]]:
+        """Return the values that a budget may keep, without a graph; None for a holder that is gone."""
+        values = [(entry, None if (holder := entry()) is None else holder.value) for entry in self._noted]
+        return [(entry, value if value is None else self.alias_of(value)) for entry, value in values]
+
+    def _empty(self) -> None:
+        """Empty the holders that replay fills; of the others an alias without a graph stays.
 
         Afterwards only what the region's outputs lead to is alive.
         """
-        keeps = self._note is not None
-        kept: list[tuple[ref[Holder], Tensor | None]] = []
-        tape = self.region.tape
-        entries: Sequence[Any] = [*tape.saved, *tape.elided] if tape.elided else tape.saved
-        for entry in entries:
-            if type(entry) is not ref:
-                continue
-            if (holder := entry()) is None:
-                kept.append((entry, None))
-                continue
-            value = holder.value
-            assert value is not None
-            if value._version != holder.metadata[0]:
-                mark_changed(holder)
-            holder.value = None
-            if keeps and type(holder) is Holder:
-                kept.append((entry, self.alias_of(value)))
-        return kept
+        for entry in self.region.tape.saved:
+            if type(entry) is ref:
+                if (holder := entry()) is None or (value := holder.value) is None:
+                    continue
+                if value._version != holder.metadata[0]:
+                    mark_changed(holder)
+                if type(holder) is OpHolder and holder.resident and holder.unpack is None:
+                    holder.value = self.alias_of(value)
+                else:
+                    holder.value = None
+            elif type(entry) is ResidentRef and (resident := entry()) is not None and resident.unpack is not None:
+                resident.value = None
 
     def _is_of_region(self, place: int, tensor: torch.Tensor) -> bool:
         """Whether a saved tensor without a `grad_fn` was made or changed by the region, or saved in a native region."""
-        if any(call.saved_before <= place < call.saved_after for call in self.region.tape.records.values()):
+        if any(call.start <= place < call.end for call in self.region.tape.records.values()):
             return True
         if self.ops is not None and self.ops.storages.writer_of(tensor) is not None:
             return True
@@ -402,8 +428,9 @@ class Recording(RematMode):
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
         if not self.region.finished:  # an exception has left it
-            for entry in self.region.tape.holders_to_fill():
-                if (holder := entry()) is not None and holder.value is not None:
+            for known in self.region.tape.saved:
+                holder = known() if type(known) is ref else None
+                if holder is not None and holder.value is not None:
                     holder.value = self.alias_of(holder.value)
         self._casts.clear()
         self.region.inputs.end_forward()
@@ -412,3 +439,13 @@ class Recording(RematMode):
             self.ops = None
         if self.observed is not None:
             self.observed = self.watcher = None
+
+
+def _cast(dtype: torch.dtype, view: Placement | None, anchor: Anchor) -> torch.Tensor:
+    """Return autocast's copy of a leaf, or a view of it, made anew."""
+    leaf, version, region, (op, name) = anchor
+    if leaf._version != version:
+        raise changed_in_place(region, "parameter", leaf.shape, name, op)
+    with without_dispatch_modes():
+        cast = leaf.detach().to(dtype)
+        return cast if view is None else view.seen_in(cast)

@@ -65,8 +65,6 @@ class Tape:
             argument brings.
         layouts: For views of parameters among these, by place, their layout there.
         buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
-        elided: Weak references to the holders of saved calls that are filled from the calls' arguments or variables.
-        holders: Weak references to the holders of all that has a name, for reports.
         records: The calls by name, in order.
         others: Of what it saved and did not make, under hooks of others, and of what inner regions did, in order:
             weak references to holder and tensor, and the tensor's version.
@@ -77,8 +75,6 @@ class Tape:
     __slots__ = (
         "buffers",
         "calls",
-        "elided",
-        "holders",
         "layouts",
         "others",
         "records",
@@ -90,8 +86,6 @@ class Tape:
         self.saved: list[ref[Holder] | ResidentRef | torch.Tensor | None] = []
         self.layouts: dict[int, Layout] = {}
         self.buffers: set[int] = set()
-        self.elided: list[ref[OpHolder]] = []
-        self.holders: list[ref[OpHolder]] = []
         self.records: dict[str, Call] = {}
         self.others: list[Other] = []
         self.calls: Sequence[Entry] = ()
@@ -99,16 +93,26 @@ class Tape:
 
     def last_place(self, hooks: object, early_stop: bool) -> int:
         """Return, at the end of forward, the place to which a replay goes; -1 if none is needed; see `may_need`."""
+        skipped = {place for call in self.ranges() for place in range(call.start, call.end)}
         places = range(len(self.saved) - 1, -1, -1)
-        last = next((place for place in places if self.may_need(place, hooks)), -1)
+        last = next((place for place in places if place not in skipped and self.may_need(place, hooks)), -1)
         return self.with_parameters(last) if early_stop or last < 0 else len(self.saved)
 
-    def holders_to_fill(self) -> Iterator[ref[Any]]:
-        """Yield weak references to the holders that a replay fills: those on the tape, then those of saved calls."""
+    def ranges(self) -> Iterator[Call]:
+        """Yield the calls over whose tensors replay passes."""
+        return (call for call in self.records.values() if call.is_skipped)
+
+    def holders_to_fill(self) -> Iterator[Holder]:
+        """Yield the live holders that a replay fills, in order."""
         for entry in self.saved:
-            if type(entry) is ref:
-                yield entry
-        yield from self.elided
+            if type(entry) is ref and (holder := entry()) is not None and not holder.resident:
+                yield holder
+
+    def named_holders(self) -> Iterator[OpHolder]:
+        """Yield the live holders of all that has a name."""
+        for entry in list(self.saved):
+            if isinstance(entry, ref) and type(holder := entry()) is OpHolder:
+                yield holder
 
     def position_of(self, holder: Holder) -> int:
         """Return the place of a live holder."""
@@ -116,26 +120,19 @@ class Tape:
 
     def empty(self) -> list[Holder]:
         """Return the live holders that a replay has to fill."""
-        empty = [
+        return [
             holder
             for entry in self.saved
-            if type(entry) is ref and (holder := entry()) is not None and holder.value is None
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident
         ]
-        if self.elided:
-            empty += [holder for entry in self.elided if (holder := entry()) is not None and holder.value is None]
-        return empty
-
-    def empty_elided(self) -> int:
-        """Return how many of the live holders of SAVE ops are filled from other ops' outputs, and are not yet."""
-        return sum([(holder := entry()) is not None and holder.value is None for entry in self.elided])
 
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
-        return any(holder.value is not None for holder in self._alive())
+        return any(holder.value is not None for holder in self.holders_to_fill())
 
     def forget_values(self) -> None:
         """Empty all holders that a replay can fill again."""
-        for holder in self._alive():
+        for holder in self.holders_to_fill():
             holder.value = None
 
     def drawn_by_ops(self) -> list[RngState]:
@@ -159,29 +156,25 @@ class Tape:
         if type(entry) is not ref:
             # A leaf that is no parameter: another region may make it there, or a placeholder of it.
             return hooks is not None and isinstance(entry, torch.Tensor) and not is_parameter(entry)
-        return hooks is not None or ((holder := entry()) is not None and holder.value is None)
+        return hooks is not None or ((holder := entry()) is not None and holder.value is None and not holder.resident)
 
     def last_needed(self) -> int:
         """Return the place of the last live empty holder (-1 if none)."""
         saved = self.saved
         for place in range(len(saved) - 1, -1, -1):
             entry = saved[place]
-            if type(entry) is ref and (holder := entry()) is not None and holder.value is None:
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident:
                 return place
         return -1
 
     def with_parameters(self, place: int) -> int:
-        """Return a place, or that of the last of the parameters that directly follow it."""
+        """Return a place, or that of the last of the parameters that directly follow it, before the next call."""
         saved = self.saved
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
+            if any(call.start == place + 1 for call in self.ranges()):
+                break
             place += 1
         return place
-
-    def _alive(self) -> Iterator[Holder]:
-        for entry in (*self.saved, *self.elided):
-            holder = entry() if type(entry) is ref else None
-            if holder is not None:
-                yield holder
 
 
 class RecorderLike(Protocol):
@@ -358,7 +351,7 @@ class Region:
         if self.keeper is not None:
             self.keeper.reach()
         last = self.tape.last_needed()
-        if last >= 0 or (self.tape.elided and self.tape.empty_elided()):
+        if last >= 0:
             self.filling = True
             try:
                 if torch_function_is_on():

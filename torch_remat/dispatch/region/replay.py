@@ -83,7 +83,6 @@ class Filling(Replaying):
     _unfilled_number = -1  # of the latest op that may yet fill what it saved
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _others_next = 0  # the place of the next tensor that inner regions save and have not made
-    _waiting = 0  # how many holders are filled otherwise than at their place
     _before: Sequence[tuple[Place, State]] = ()  # what outlives the region, as the replay found it
 
     def __init__(self, region: Region, last: int) -> None:
@@ -94,8 +93,6 @@ class Filling(Replaying):
         self._end_at(last)
         if tape.records or tape.calls:
             self.ops = Answerer(self, self.region)
-        if tape.elided:
-            self._waiting = tape.empty_elided()
         if options is not DEFAULTS:
             check = options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
@@ -296,6 +293,8 @@ class Filling(Replaying):
                 value = self.alias_of(tensor)  # modified in place by what comes from it, it would own its own graph
             if holder is None:
                 return value
+            if type(holder) is OpHolder and (kept := holder.value) is not None:
+                return kept if kept.shape == tensor.shape else value
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
             if self.over:
@@ -342,12 +341,13 @@ class Filling(Replaying):
             self._compare_layouts(position, tensor, owner, holder.layout)
 
     def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        self._fill(holder, value)
+        self.fill(holder, value)
         is_buffer = not tensor.requires_grad and value.is_floating_point()
         if is_buffer and (self.ops is None or self.ops.may_fill()):
             self._unfilled_number = sequence_number()
 
-    def _fill(self, holder: Holder, value: torch.Tensor) -> None:
+    def fill(self, holder: Holder, value: torch.Tensor) -> None:
+        """Give a holder its value."""
         if self.unread is not None and self.unread.moved:
             self.unread.check_saved(value)
         holder.value = value
@@ -396,7 +396,6 @@ class Filling(Replaying):
         self._error = self._refusal = None
         self._limit = len(self._saved)
         self._end_at(self.region.tape.last_needed())  # what a budget had kept is empty now, too
-        self._waiting = self.region.tape.empty_elided()
         self.position = self._others_next = 0
         self._unfilled_number, self._suspects = -1, ()
         last_refusal.set(None)
@@ -416,7 +415,7 @@ class Filling(Replaying):
         return with_leaves(args, kwargs, fresh)
 
     def _stop_at(self, position: int) -> None:
-        if position != self._last or self._waiting or self._unfilled_number == sequence_number():
+        if position != self._last or self._unfilled_number == sequence_number():
             return
         is_last = position == self._limit - 1 and count_of_modes() == (self.ops is not None)
         if not (is_last and self._tail_is_tiny(position)):
@@ -463,16 +462,9 @@ class Filling(Replaying):
         if (ops := self.ops_now()) is not None:
             ops.note_loaded(tensor)
 
-    def fill_elided(self, holder: Holder, value: torch.Tensor) -> None:
-        """Give a holder its value that waits for an argument of its call."""
-        self._fill(holder, value)
-        self._waiting -= 1
-        if not self._waiting and self.position > self._last:
-            self.stop()
-
     def stop_if_filled(self) -> None:
         """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
-        if self.position > self._last and not self._waiting and not self.over:
+        if self.position > self._last and not self.over:
             self.stop()
 
     def stop(self) -> NoReturn:
