@@ -191,8 +191,8 @@ MUTANTS = (
     # What is retained after forward.
     Mutant(
         "random state kept though nothing drew", "bytes", "dispatch/region/forward.py",
-        "            region.rng = None\n        region.finished = True",
-        "            pass\n        region.finished = True",
+        "            region.rng = None\n        if self.functions",
+        "            pass\n        if self.functions",
     ),
     Mutant(
         "random state kept though replay draws nothing", "bytes", "dispatch/log/op_recorder.py",
@@ -216,8 +216,8 @@ MUTANTS = (
     ),
     Mutant(
         "result of a call that replay does not pass kept", "bytes", "dispatch/call/ending.py",
-        "if not call.is_handle and call.end <= last)",
-        "if not call.is_handle)",
+        "if not call.is_handle and call.end <= last}",
+        "if not call.is_handle}",
     ),
     Mutant(
         "resident is a copy", "bytes", "dispatch/call/recorder.py",
@@ -505,9 +505,9 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
-        "handle without its end let through", "calls", "dispatch/call/handle.py",
-        "        if has_returned(self._ctx):",
-        "        if False:",
+        "handle without its end let through", "calls", "dispatch/call/recorder.py",
+        "            if ctx is not None:\n                raise UsageError(",
+        "            if False:\n                raise UsageError(",
     ),
     # Placeholders.
     Mutant(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch_remat._drop_in import drop_in
     from torch_remat._hugging_face import enable_gradient_checkpointing
     from torch_remat._modules import checkpoint_modules
+    from torch_remat._save_modules import save_modules
     from torch_remat.budgets.limit import budget
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
@@ -85,6 +86,7 @@ __all__ = [
     "print_current_memory_report",
     "recompute_needs_tensor",
     "report_on_oom",
+    "save_modules",
     "save_names",
     "testing",
     "trace",
@@ -95,6 +97,7 @@ _LOADED_ON_USE = {
     "_drop_in": ("drop_in",),
     "_hugging_face": ("enable_gradient_checkpointing",),
     "_modules": ("checkpoint_modules",),
+    "_save_modules": ("save_modules",),
     "budgets.limit": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),

@@ -19,7 +19,7 @@ from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, 
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.kinds import OpPolicy, as_policy
+from torch_remat.policies.kinds import OpPolicy, Split, as_policy, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,11 +71,11 @@ def checkpoint(
             `offload_to`, or else a `CpuOffloader` that all share.
         offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
             what is kept.
-        policy: Which results of the region's native ops are saved, instead of recomputing all: a function with the
-            signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``; a list of ops, of which
-            none has to occur; `save_names`; one of `torch_remat.policies`; or several of these with ``|`` between them.
-            A saved result is kept only if replay or backward needs it. Every op of the region then passes a dispatch
-            mode.
+        policy: What is saved, instead of recomputing all: a list of functions of torch, such as ``F.linear``, whose
+            calls are kept; `save_modules`; one of `torch_remat.policies`; or several of these with ``|`` between them.
+            Also by op, for which every op of the region passes a dispatch mode: a list of ops, `save_names`, or a
+            function with the signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``. A saved
+            result is kept only if replay or backward needs it.
         allow_cache_entry_mutation: Whether what the policy keeps may be modified in place: no error says so then.
 
     Returns:
@@ -114,9 +114,11 @@ def checkpoint(
     ):
         usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
         return usual
+    told = None if policy is None else as_policy(policy)
+    parts = Split(told, None, ()) if told is None or is_compiling() else split(told)
     options = Options(
-        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
-        None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
+        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn, parts.ops,
+        allow_cache_entry_mutation, offloader, offload_inputs, None, parts.functions, parts.modules, told,
     )  # fmt: skip
     _validate(options)
     if debug and policy is None:  # with a policy, errors name the ops that differ

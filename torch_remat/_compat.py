@@ -116,7 +116,18 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
     Torch's own, which hold the default device or trace, are no modes of users.
     """
     stack = torch.overrides._get_current_function_mode_stack()
-    return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] != "torch")
+    return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] not in ("torch", "torch_remat"))
+
+
+# Functions that give access to a tensor's memory, or replace it: what is written there no version counter shows.
+POINTER_FUNCTIONS: tuple[Any, ...] = (
+    torch.Tensor.data.__get__, torch.Tensor.data.__set__, torch.Tensor.numpy, torch.Tensor.__array__,  # type: ignore[attr-defined]
+    torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor._typed_storage,
+    torch.Tensor.__dlpack__, torch.Tensor.share_memory_, torch.Tensor.set_,
+)  # fmt: skip
+
+# Whether Dynamo traces the code that asks; the public ``is_compiling`` asks more, and each torch function would pay.
+is_dynamo_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 @contextlib.contextmanager

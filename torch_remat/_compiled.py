@@ -25,8 +25,7 @@ def compiled_region(options: Options, function: Callable[..., Any], args: Sequen
     more: dict[str, Any] = {}
     if options.context_fn is not None:
         more["context_fn"] = options.context_fn
-    elif options.policy is not None:
-        parts = options.policy.parts()
+    elif options.chosen is not None and (parts := options.chosen.parts()):
         more["context_fn"] = partial(contexts_for_torch, options.allow_cache_entry_mutation, *parts)
     more["preserve_rng_state"] = options.preserve_rng_state
     more["determinism_check"] = "none" if options.determinism_check == "none" else "default"

@@ -15,7 +15,7 @@ NOTE [ Names of what is kept ]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ import torch
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.log.entry import CALL, Call, Entry
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.slot import Slot
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.forward import Recording
@@ -98,7 +99,8 @@ class Kept(NamedTuple):
 
 def kept_by(region: Region) -> Iterator[Kept]:
     """Yield all that a region keeps now, and the saved tensors that replay has to make."""
-    entries, decisions = list(region.tape.calls), decisions_of(region)
+    entries = [*region.tape.calls, *region.tape.functions.values()]
+    decisions = decisions_of(region)
     undecided = list(_undecided_in(region))
     away = {(entry.group, entry.label(place)) for entry in entries for place in entry.away}
     away |= {(row.op, row.tensor) for row in undecided if row.decision is CheckpointPolicy.OFFLOAD}
@@ -149,10 +151,15 @@ def _unnamed(region: Region) -> Iterator[Kept]:
     for label, leaf in () if region.inputs is None else list(region.inputs.kept()):
         if not (isinstance(leaf, torch.Tensor) and is_parameter(leaf)):
             yield Kept("input", "", label, leaf)
+    calls = [call for call in region.tape.functions.values() if call.is_saved and region.finished]
+    made = {key: call for call in calls for _, key in call.made}
     for place, entry in enumerate(list(region.tape.saved)):
         if type(entry) is ref and type(holder := entry()) is Holder:
             label = f"saved tensor {place}"
             told: tuple[What, Why] = ("empty", "again") if holder.value is None else (_filled(region), "backward")
+            if made and holder.value is not None and (call := made.get(key_of(holder.value))) is not None:
+                yield Kept("saved", call.name, call.label(0), holder.value, why="backward", by=call.name)
+                continue
             yield Kept(told[0], "", label, holder.value, why=told[1])
             if (value := getattr(holder, "fingerprint", None)) is not None:
                 yield Kept("determinism check", "", f"value of {label}", value)
@@ -162,7 +169,7 @@ def _unnamed(region: Region) -> Iterator[Kept]:
 def _named(region: Region) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
     sources: dict[int, tuple[Why, str, str]] = {}  # of elided ones, by the holder
-    for call in region.tape.records.values():
+    for call in (*region.tape.records.values(), *region.tape.functions.values()):
         for elided in call.waiting:
             sources.setdefault(id(elided.holder()), ("input of", call.name, str(elided.place)))
     for holder in region.tape.named_holders():
@@ -180,11 +187,18 @@ def _filled(region: Region) -> What:
 
 def _of_records(region: Region) -> Iterator[Kept]:
     """Yield the random states of calls, and results for which no placeholder can stand in."""
-    for call in list(region.tape.records.values()):
+    for call in [*region.tape.records.values(), *region.tape.functions.values()]:
         yield from _of_state(call.drawn, call.name)
+        yield from _of_inputs(call.inputs)
         for at, form in enumerate(call.results if type(call.results) is list else (call.results,)):
             if isinstance(form, Slot):
                 yield _of_slot(form, call.name, f"result {at}")
+    for slots in list(region.tape.entered):
+        yield from _of_inputs(slots)
+
+
+def _of_inputs(slots: Mapping[int, Slot]) -> Iterator[Kept]:
+    return (_of_slot(slot, *slot.sources[-1]) for slot in slots.values())
 
 
 def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
@@ -216,6 +230,12 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     if isinstance(mode, Recording) and mode.ops is not None:
         for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
+
+
+def calls_by_policy(region: Region) -> Iterator[Call]:
+    """Yield the calls of functions that a policy keeps."""
+    yield from region.tape.functions.values()
+    yield from (call for call in region.tape.records.values() if call.function_number >= 0)
 
 
 def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:

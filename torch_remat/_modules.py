@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,15 +11,15 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint, require_values
-from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
-from torch_remat._of_module import OfModule
+from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat._options import ModulesOptions, require_options, says_form
+from torch_remat._save_modules import ModulesPolicy
 from torch_remat.errors import UsageError, shown
+from torch_remat.policies.kinds import as_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Pattern = str | type[Module]
 Patterns = Pattern | Iterable[Pattern] | Mapping[Pattern, Mapping[str, Any]]
 
 _FORM = (
@@ -90,7 +87,7 @@ def checkpoint_modules(
     """
     if not isinstance(model, Module):
         raise UsageError(f"checkpoint_modules() takes no {type(model).__name__}", remedy=f"model is a Module. {_FORM}")
-    named = list(_callable_modules(model))
+    named = list(callable_modules(model))
     matches = [_match(model, named, pattern, {**options, **own}) for pattern, own in _checked(patterns)]
     regions = [
         (match, RegionForward(module, name, match.options, vars(module).get("forward"), plan=plan))
@@ -102,6 +99,8 @@ def checkpoint_modules(
         _raise_unless_it_fits(plan, [region.name for _, region in regions])
     handle = CheckpointedModules(type(model).__name__, matches, [region for _, region in regions])
     try:
+        for match in matches:
+            match.take_modules()
         for _, region in regions:
             region.module.forward = region
     except BaseException:
@@ -186,12 +185,13 @@ class CheckpointedModules:
     def __init__(self, model: str, matches: Sequence[_Match], regions: Sequence[RegionForward]) -> None:
         lines = [f"{len(regions)} region{'s' * (len(regions) != 1)} in {model}"]
         for match in matches:
-            told = ", ".join(f"{name}={shown(value)}" for name, value in match.options.items())
-            lines.append(f"{_told(match.pattern)}: {told or 'no options'}")
+            options = ", ".join(f"{name}={shown(value)}" for name, value in match.options.items())
+            lines.append(f"{told(match.pattern)}: {options or 'no options'}")
             lines += [f"    {name}" for name, _ in match.regions]
             lines += [f"    unchanged: {name}" for name in match.left]
         self._text = "\n".join(lines)
         self._regions = regions
+        self._chosen = [chosen for match in matches for chosen in match.modules()]
 
     def __str__(self) -> str:
         """Return one line for each pattern, and below it one for each module."""
@@ -202,6 +202,9 @@ class CheckpointedModules:
 
     def remove(self) -> None:
         """Make the modules what they were, and do nothing where that is done; copies of them stay regions."""
+        roots = [module for region in self._regions if (module := region.module_if_there()) is not None]
+        for chosen in self._chosen:
+            chosen.forget(roots)
         for region in self._regions:
             region.remove()
 
@@ -220,10 +223,16 @@ class _Match(NamedTuple):
     regions: Sequence[tuple[str, Module]]
     left: Sequence[str]  # by keep_last
 
+    def modules(self) -> Sequence[ModulesPolicy]:
+        """Return what chooses modules below the regions, if the policy does."""
+        policy = self.options.get("policy")
+        kinds = () if policy is None else as_policy(policy).kinds()
+        return [kind for kind in kinds if isinstance(kind, ModulesPolicy)]
 
-def _told(pattern: object) -> str:
-    """Return a pattern as text."""
-    return pattern.__qualname__ if isinstance(pattern, type) else repr(pattern)
+    def take_modules(self) -> None:
+        """Find the modules below the regions that the policy chooses."""
+        for chosen in self.modules():
+            chosen.take(dict(self.regions))
 
 
 def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
@@ -239,28 +248,11 @@ def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
             raise UsageError(f"checkpoint_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
         if not isinstance(own, Mapping):
             raise UsageError(
-                f"checkpoint_modules() cannot use {shown(own)} as the options of {_told(pattern)}", remedy=_FORM
+                f"checkpoint_modules() cannot use {shown(own)} as the options of {told(pattern)}", remedy=_FORM
             )
     if not found:
         raise UsageError("checkpoint_modules() got no pattern", remedy=_FORM)
     return found
-
-
-def _callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yield the submodules that have a forward, by each of their names, but no wrappers of torch's around another."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        name = ".".join(part for part in path.split(".") if part not in _WRAPPED)
-        if name and _WRAPPED.isdisjoint(module._modules) and _has_forward(module):
-            yield name, module
-
-
-# Of such a wrapper the module inside is what a pattern means. A region inside of FSDP's is as if it had been made
-# before: what FSDP does to parameters is outside of it.
-_WRAPPED = frozenset((WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1))
-
-
-def _has_forward(module: Module) -> bool:
-    return "forward" in vars(module) or type(module).forward is not Module.forward
 
 
 def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern, options: dict[str, Any]) -> _Match:
@@ -272,32 +264,16 @@ def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern,
             remedy=f"It is a number from 0 on. {_FORM}",
         )
     require_values("checkpoint_modules", options, _FORM)
-    found = {id(module): (name, module) for name, module in reversed(named) if _matches(name, module, pattern)}
+    found = {id(module): (name, module) for name, module in reversed(named) if matches(name, module, pattern)}
     if not found:
         raise UsageError(
-            f"the pattern {_told(pattern)} matches no module with a forward in this {type(model).__name__}",
-            remedy=_near(pattern, named),
+            f"the pattern {told(pattern)} matches no module with a forward in this {type(model).__name__}",
+            remedy=near(pattern, named),
         )
     within = {id(inner) for _, module in found.values() for inner in _inside(module)}
     outermost = [entry for key, entry in reversed(found.items()) if key not in within]
     count = max(len(outermost) - keep_last, 0)
     return _Match(pattern, options, outermost[:count], [name for name, _ in outermost[count:]])
-
-
-def _matches(name: str, module: Module, pattern: Pattern) -> bool:
-    return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern)
-
-
-def _near(pattern: Pattern, named: Sequence[tuple[str, Module]]) -> str:
-    """Return what may have been meant by a pattern that matches nothing."""
-    if not isinstance(pattern, str):
-        classes = dict.fromkeys(type(module).__qualname__ for _, module in named)
-        return f"Classes in it: {', '.join([*classes][:8]) or 'none'}."
-    names = [name for name, _ in named]
-    near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
-    series = dict.fromkeys(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in names)
-    meant = "".join(f"Did you mean {one!r}? " for one in get_close_matches(pattern, series, n=1))
-    return f"{meant}Near names: {', '.join(sorted(near, key=names.index)) or 'none'}."
 
 
 def _inside(module: Module) -> Iterator[Module]:
@@ -314,7 +290,7 @@ def _raise_if_they_meet(model: Module, matches: Sequence[_Match]) -> None:
                 pattern, other = taken.get(id(inner), (match.pattern, ""))
                 if pattern != match.pattern:
                     raise UsageError(
-                        f"the patterns {_told(match.pattern)} and {_told(pattern)} meet: {other} is "
+                        f"the patterns {told(match.pattern)} and {told(pattern)} meet: {other} is "
                         + (f"inside {name}" if inner is not module else "matched by both"),
                         remedy="Choose patterns of which no one matches a module inside those of another.",
                     )

@@ -1,18 +1,25 @@
-"""Callables that are attributes of modules, for which an attribute must not be a bound method.
+"""Modules found by patterns, and callables that are attributes of modules.
 
-In: a module. Kept: a weak reference to it, so that the attribute makes no cycle. Out: a callable that a copy of the
-module, a deep one or an unpickled one, has for itself.
+In: a model and patterns; a module. Kept: a weak reference to it, so that an attribute makes no cycle. Out: the modules
+that a pattern matches; a callable that a copy of the module, a deep one or an unpickled one, has for itself.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 from weakref import ref
 
 from torch.nn import Module
 
+from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
 from torch_remat.errors import UsageError
+
+Pattern = str | type[Module]
 
 
 class OfModule:
@@ -46,6 +53,10 @@ class OfModule:
             )
         return module
 
+    def module_if_there(self) -> Module | None:
+        """Return the module; None if it is gone."""
+        return self._reference()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> OfModule:
         return type(self)(memo.get(id(self._reference())), *self.parts(memo))
 
@@ -55,3 +66,42 @@ class OfModule:
 
 def _nothing() -> None:
     return None
+
+
+def callable_modules(model: Module) -> Iterator[tuple[str, Module]]:
+    """Yield the submodules that have a forward, by each of their names, but no wrappers of torch's around another."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPED)
+        if name and _WRAPPED.isdisjoint(module._modules) and _has_forward(module):
+            yield name, module
+
+
+# Of such a wrapper the module inside is what a pattern means. A region inside of FSDP's is as if it had been made
+# before: what FSDP does to parameters is outside of it.
+_WRAPPED = frozenset((WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1))
+
+
+def _has_forward(module: Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not Module.forward
+
+
+def matches(name: str, module: Module, pattern: Pattern) -> bool:
+    """Whether a module of a name is one that a pattern means."""
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else isinstance(module, pattern)
+
+
+def near(pattern: Pattern, named: Sequence[tuple[str, Module]]) -> str:
+    """Return what may have been meant by a pattern that matches nothing."""
+    if not isinstance(pattern, str):
+        classes = dict.fromkeys(type(module).__qualname__ for _, module in named)
+        return f"Classes in it: {', '.join([*classes][:8]) or 'none'}."
+    names = list(dict.fromkeys(name for name, _ in named))
+    near = get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
+    series = dict.fromkeys(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) for name in names)
+    meant = "".join(f"Did you mean {one!r}? " for one in get_close_matches(pattern, series, n=1))
+    return f"{meant}Near names: {', '.join(sorted(near, key=names.index)) or 'none'}."
+
+
+def told(pattern: object) -> str:
+    """Return a pattern as text."""
+    return pattern.__qualname__ if isinstance(pattern, type) else repr(pattern)

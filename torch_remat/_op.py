@@ -144,4 +144,4 @@ def recompute_needs_tensor(*tensors: torch.Tensor) -> None:
             )
     mode = None if is_compiling() else current_mode()
     if isinstance(mode, Recording) and mode.ops is not None and not mode.ops.skips():
-        mode.ops.note_readers(tensors, show=True)
+        mode.ops.note_readers(tensors)

@@ -25,7 +25,7 @@ def test_all_is_sorted_and_holds_every_public_name():
     modules = {name for name in torch_remat.__all__ if isinstance(getattr(torch_remat, name), types.ModuleType)}
     assert modules == {"dtr", "policies", "testing"}
     assert public == set(torch_remat.__all__) - modules
-    assert len(torch_remat.__all__) <= 42
+    assert len(torch_remat.__all__) <= 43
 
 
 def test_classes_of_results_are_found_in_their_rooms():
@@ -36,7 +36,7 @@ def test_classes_of_results_are_found_in_their_rooms():
 
 
 LATER = (
-    *("_drop_in", "_hugging_face", "_modules", "_of_module"),
+    *("_drop_in", "_hugging_face", "_modules", "_of_module", "_save_modules"),
     *("dtr", "testing", "reports", "offload.cpu", "offload.disk"),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.autograd import Function
@@ -225,10 +227,10 @@ class Refuses(Function):
 def with_refusals(trace, allowed, style, policy):
     def function(x):
         for count in range(4):
-            try:
-                x = Refuses.apply(x, allowed, f"refuses.{count}", policy)
-            except ValueError:
-                x = call(style, Inner, trace, f"instead.{count}", RECOMPUTE, x)
+            y = None
+            with contextlib.suppress(ValueError):
+                y = Refuses.apply(x, allowed, f"refuses.{count}", policy)
+            x = call(style, Inner, trace, f"instead.{count}", RECOMPUTE, x) if y is None else y
             x = call(style, Both, trace, f"after.{count}", SAVE, x)
         return x
 
@@ -241,10 +243,24 @@ def test_op_that_raised_raises_again_and_the_next_ones_are_saved(policy, style):
     traces = Trace(), Trace()
     x = leaf(3)
     expected = run_with_gradients(with_refusals(traces[0], [], style, policy), [x])
-    with remat.trace():  # more frames, whose addresses may be those of the bodies before
+    with remat.trace():  # more that knows the ops
         found = run_with_gradients(checkpointed(with_refusals(traces[1], [], style, policy)), [x])
     assert_same(expected, found)
     assert {op: runs for op, runs in traces[1].runs.items() if "after" in op} == {f"after.{i}": 1 for i in range(4)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_op_inside_the_branch_that_handles_the_error_of_a_saved_one_is_a_mismatch(style):
+    """As long as the error is there, so is the body, and what runs may be part of it."""
+
+    def block(x):
+        try:
+            x = Refuses.apply(x, [], "refuses", SAVE)
+        except ValueError:
+            x = call(style, Inner, Trace(), "instead", RECOMPUTE, x)
+        return x
+
+    assert raised_by(with_replay(block), remat.MismatchError).op == "instead"
 
 
 def test_op_that_raised_in_forward_and_returns_in_replay():
@@ -262,3 +278,32 @@ def test_saved_op_that_modifies_an_input_that_the_region_made_is_an_error_in_for
     assert_same([torch.ones(3)], [outside])
     with pytest.raises(remat.UsageError, match="a: this saved op modified an input in place"):
         checkpointed(lambda x: call("handle", adds, Trace(), "a", SAVE, x, outside * 1))(x)
+
+
+@pytest.mark.parametrize("only", ["forward", "replay"])
+def test_inner_region_that_only_one_phase_runs_does_not_give_another_one_its_input(only):
+    def block(x):
+        one = call("handle", Both, Trace(), "one", SAVE, x)
+        if remat.is_recomputing() == (only == "replay"):
+            checkpointed(torch.sin)(x.detach().requires_grad_())
+        one = checkpointed(lambda h: call("handle", Inner, Trace(), "reader", RECOMPUTE, h))(one)
+        two = call("handle", Both, Trace(), "two", SAVE, x.cos())
+        return one, checkpointed(lambda h: call("handle", Inner, Trace(), "reader", RECOMPUTE, h))(two)
+
+    with pytest.raises(remat.RematError):
+        sum(y.sum() for y in checkpointed(block)(leaf(3))).backward()
+
+
+def test_inner_region_after_the_error_of_a_saved_op_has_its_input():
+    def block(x):
+        try:
+            with torch.enable_grad():
+                x = Refuses.apply(x, [], "refuses", SAVE)
+        except ValueError:
+            x = checkpointed(torch.sin)(x)
+        for name in "ab":
+            x = checkpointed(torch.exp)(call("handle", Both, Trace(), name, SAVE, x))
+        return x
+
+    x = leaf(3)
+    assert_same(*(torch.autograd.grad(wrap(block)(x).sum(), x) for wrap in (plain, checkpointed)))

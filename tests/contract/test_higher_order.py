@@ -36,7 +36,7 @@ OPTIONS = {
     "offload": {
         "policy": lambda ctx, op, *args, **kwargs: remat.CheckpointPolicy.OFFLOAD if op in (FLEX, COND) else None
     },
-    "bitwise": {"determinism_check": "bitwise", "policy": [FLEX]},
+    "bitwise": {"determinism_check": "bitwise", "policy": [FLEX, COND]},
     "debug": {"debug": True},
 }
 
@@ -170,6 +170,18 @@ def test_names_lists_and_reports_have_the_op():
     assert "attention.flex_attention_0_0" in str(remat.memory_report(y))
     explained = str(remat.explain(checkpointed(layer, policy=[FLEX]))(x))
     assert "flex_attention" in explained
+
+
+def test_the_function_of_users_means_its_higher_order_op():
+    x = leaf(1, 2, 16, 8)
+
+    def block(x):
+        return flex.flex_attention(x.sin(), x, x).exp()
+
+    for policy in ([flex.flex_attention], [FLEX], remat.policies.save_attention):
+        y = checkpointed(block, policy=policy)(x)
+        assert "flex_attention_0" in str(remat.memory_report(y))
+        assert_same(torch.autograd.grad(block(x).sum(), x), torch.autograd.grad(y.sum(), x))
 
 
 def test_debug_shows_the_op_and_its_tensors():

@@ -213,7 +213,7 @@ BODIES = {
 }
 POLICIES = {
     "none": None,
-    "matmuls": remat.policies.save_matmuls,
+    "matmuls": remat.policies.save_matmuls | [aten.mm.default],
     "everything": lambda ctx, op, *args, **kwargs: op is not aten.mul.Tensor,
 }
 
@@ -416,6 +416,16 @@ def test_call_that_runs_whole_has_the_variables_that_it_reads(block, policy):
 def test_output_of_a_handle_that_a_native_region_returns_is_there_for_any_reader(view):
     def block(x, w):
         h = keep("n", lambda: view(Doubled.apply(x.sin(), "h", SAVE)))
+        torch.softmax(h, -1)
+        return x.cos().exp()
+
+    assert not gradients(block)
+
+
+@pytest.mark.parametrize("kind", [remat.op, lambda f, name: lambda *args: remat.native_save_region(name, f, *args)])
+def test_output_of_a_handle_that_passes_through_a_call_is_there_for_any_reader(kind):
+    def block(x, w):
+        h, _ = kind(lambda h: (h, h.exp()), "n")(Doubled.apply(x.sin(), "h", SAVE))
         torch.softmax(h, -1)
         return x.cos().exp()
 

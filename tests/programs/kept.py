@@ -24,9 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_remat as remat
 from tests.helpers import LiveStorages, has_storage, tensors_in
 from tests.programs.program import Program, policies_of, reads_into_python, steps_of, writes
-from tests.programs.running import OPS_OF, State, backward, forward, make_leaves
+from tests.programs.running import OF_FUNCTIONS, OPS_OF, State, backward, forward, make_leaves
 
 # The ops that policies without a set of names select.
+OPS_OF_FUNCTIONS = {
+    "mm", "sin", "exp", "mul", "_softmax", "native_layer_norm", "native_dropout", "sort", "clone", "max", "cumsum",
+    "gelu", "cat", "stack", "where", "relu", "zeros", "bernoulli_", "div", "empty_like",
+}  # fmt: skip
 OTHER_POLICIES = {"list": {"mm", "sin"}, "names": {"mul", "mul_"}, "ready": {"mm", "addmm", "bmm", "baddbmm"}}
 
 
@@ -89,6 +93,8 @@ def check_kept(program: Program) -> None:
     """
     policies = policies_of(program)
     selected = set().union(*(OPS_OF.get(name) or OTHER_POLICIES.get(name, ()) for name in policies))
+    if not policies.isdisjoint(OF_FUNCTIONS):
+        selected |= OPS_OF_FUNCTIONS
     _warm()
     counts = [_count_kept(program, Births(selected, "all" in policies)) for _ in range(2)]
     assert counts[0] == counts[1], f"two forwards of one program keep {counts[0]} and {counts[1]} storages"

@@ -121,6 +121,15 @@ POLICIES: dict[str, Any] = {
 POLICIES["list"] = [torch.ops.aten.mm.default, torch.ops.aten.sin.default]
 POLICIES["names"] = remat.save_names("mul_*")
 POLICIES["ready"] = remat.policies.save_matmuls
+OF_FUNCTIONS: dict[str, list[Any]] = {
+    "products by function": [torch.matmul, F.linear],
+    "functions": [
+        torch.matmul, torch.sin, torch.exp, torch.mul, torch.softmax, F.layer_norm, F.dropout, torch.sort, torch.t,
+        torch.Tensor.clone, torch.Tensor.max, torch.cumsum, F.gelu, torch.stack, torch.where, torch.relu, torch.zeros,
+    ],
+    "functions and ops": [torch.matmul, torch.Tensor.exp, F.dropout, torch.ops.aten.sin.default, torch.ops.aten.mul],
+}  # fmt: skip
+POLICIES |= OF_FUNCTIONS
 
 
 class State(nn.Module):

@@ -138,7 +138,7 @@ class Counted:
     def _own(self, region: Region) -> Iterator[Tensor]:
         """Yield what a region keeps for its author, and what a replay has filled of that."""
         tape = region.tape
-        if tape.records or tape.calls or (not self.fills and region.replayed_in >= 0):
+        if tape.records or tape.calls or tape.functions or (not self.fills and region.replayed_in >= 0):
             for row in kept_by(region):
                 own = row.what in _OWN or (row.what == "refilled" and (not self.fills or row.op))
                 if own and isinstance(row.value, Tensor):

@@ -82,7 +82,7 @@ class KeptRegion:
     def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
         self.region = ref(region)
         self.owners = owners
-        self.keeps = region.options.policy is None and not _is_watched()
+        self.keeps = region.options.chosen is None and not _is_watched()
         self.counted = Counted(region, [owner.ledger for owner in owners], self.keeps)
         self.row = Row(region.name, self.counted.input_bytes)
         self.evictable = Evictable(region, self.counted, self.row, owners[0].offer if owners else None)

@@ -50,7 +50,7 @@ def key_of(name: str, function: Any, leaves: Sequence[Any]) -> Key:
 def key_of_call(options: Options, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
     """Return the key of a region that is about to begin; None if it cannot be without holders."""
     if (
-        options.policy is not None
+        options.chosen is not None
         or options.context_fn is not None
         or options.determinism_check != "default"
         or options.debug

@@ -85,6 +85,9 @@ class Ops(Protocol):
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`; see `RematMode.run_native`."""
 
+    def free_name(self, name: str) -> str:
+        """Return the name of the call that comes next, given what all calls of its kind are called."""
+
     def skips(self) -> bool:
         """Whether a call runs that replay skips."""
 
@@ -205,6 +208,19 @@ class RematMode(DispatchMode):
         if self.observed is None:
             return ops.run(is_native, name, policy, function, args, kwargs)
         return self.observed.run_native(partial(ops.run, is_native), name, policy, function, args, kwargs)
+
+    def run_named(
+        self,
+        name: str,
+        policy: CheckpointPolicy,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a call of `op` whose name may have come before; the later ones get a number."""
+        ops = self.ops or self.ops_now()
+        own = name if ops is None else ops.free_name(name)
+        return self.run_native(own, policy, function, args, kwargs, is_native=False)
 
     @abstractmethod
     def take_others(self, tape: TapeLike) -> None:

@@ -21,7 +21,7 @@ from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.policies.kinds import OpPolicy
+    from torch_remat.policies.kinds import ChoosesModules, KeptFunctions, OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]
@@ -51,6 +51,10 @@ class Options(NamedTuple):
     offloader: Offloader | None = None
     offload_inputs: bool = False
     op_log: OpLog | None = None  # for ``debug=True``
+    # What the policy says of functions, and of modules; ``policy`` is what it says of ops, and ``chosen`` all of it.
+    functions: KeptFunctions | None = None
+    modules: Sequence[ChoosesModules] = ()
+    chosen: OpPolicy | None = None
 
 
 # Regions with these, and only this object, skip what options may ask for.

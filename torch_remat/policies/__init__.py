@@ -13,12 +13,18 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+import torch
+from torch.nn import functional as F
 
 from torch_remat._compat import has_effect
 from torch_remat.errors import PolicyError, shown
 from torch_remat.policies.collectives import is_all_gather, is_collective, is_of_collectives
-from torch_remat.policies.kinds import FunctionPolicy, OpContext
+from torch_remat.policies.functions import name_of, seen_as
+from torch_remat.policies.kinds import Decision, FunctionPolicy, OpContext, op_name
 
 __all__ = [
     "never_replay_effects",
@@ -33,6 +39,12 @@ _MATMULS = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "mv", "addmv", "dot",
     "_int_mm", "linear", "matmul", "addmm_", "_addmm_activation", "mkldnn._linear_pointwise",
 ))  # fmt: skip
+_PRODUCTS = (
+    F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.addmv, torch.baddbmm,
+    torch.addbmm, torch.dot, torch.vdot, torch.inner, torch.linalg.matmul, torch.linalg.multi_dot,
+    torch.Tensor.__rmatmul__,
+)  # fmt: skip
+_FLEX = [torch.ops.higher_order.flex_attention] if hasattr(torch.ops.higher_order, "flex_attention") else []
 _DISCRETE = frozenset((
     "topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "mode", "unique", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "nonzero", "nonzero_static", "multinomial", "searchsorted", "bucketize", "histc",
@@ -40,36 +52,52 @@ _DISCRETE = frozenset((
 ))  # fmt: skip
 
 
-def _packet(op: Any) -> str:
-    packet: str = getattr(getattr(op, "overloadpacket", op), "__name__", "")
-    return packet if getattr(op, "namespace", "aten") == "aten" else f"{op.namespace}.{packet}"
+class _Ready(FunctionPolicy):
+    """A policy of the library's own: by function in a region, by op for a compiler and for torch's own contexts."""
+
+    expects_ops = is_ready = True
+
+    def __init__(self, function: Callable[..., bool], functions: Sequence[Any]) -> None:
+        super().__init__(function)
+        self._functions = functions
+
+    def functions(self) -> Mapping[Any, Decision]:
+        """Return the decision about each function."""
+        return dict.fromkeys([seen for one in self._functions for seen in seen_as(one)], Decision.MUST_SAVE)
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names of the functions."""
+        return list(dict.fromkeys(map(name_of, self._functions)))
 
 
-@FunctionPolicy
+def _by(*functions: Any) -> Callable[[Callable[..., bool]], _Ready]:
+    return partial(_Ready, functions=functions)
+
+
+@_by(F.scaled_dot_product_attention, *_FLEX)
 def save_attention(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save what attention kernels return (``scaled_dot_product_attention`` in all its forms, ``flex_attention``)."""
-    name = _packet(op)
+    name = op_name(op)
     return "attention" in name and "backward" not in name
 
 
-@FunctionPolicy
+@_by(*_PRODUCTS)
 def save_matmuls(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the results of all matrix products."""
-    return _packet(op) in _MATMULS
+    return op_name(op) in _MATMULS
 
 
 @FunctionPolicy
 def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the first, third, ... matrix product of the region, counted anew in each forward."""
-    if _packet(op) not in _MATMULS:
+    if op_name(op) not in _MATMULS:
         return False
     number = ctx.state["matmuls"] = ctx.state.get("matmuls", 0) + 1
     return bool(number % 2)
 
 
 # The others are guards: what they guard against need not occur.
-for _policy in (save_attention, save_matmuls, save_every_other_matmul):
-    _policy.expects_ops = True
+save_every_other_matmul.expects_ops = True
 
 
 @FunctionPolicy
@@ -78,7 +106,7 @@ def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
 
     A router must not choose otherwise in replay because a sum was rounded otherwise.
     """
-    return _packet(op) in _DISCRETE
+    return op_name(op) in _DISCRETE
 
 
 @FunctionPolicy

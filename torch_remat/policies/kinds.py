@@ -13,8 +13,8 @@ from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType
-from typing import Any, Protocol
+from types import CodeType, FunctionType, MappingProxyType, MethodType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.compiler import is_compiling
@@ -23,6 +23,16 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch_remat._compat import OperatorBase, OpOverloadPacket
 from torch_remat.errors import Carried, PolicyError, shown
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.functions import (
+    OPS,
+    found_at,
+    is_function,
+    label_of,
+    name_of,
+    not_seen,
+    place_of,
+    seen_as,
+)
 
 
 class Decision(IntEnum):
@@ -72,6 +82,19 @@ _SAVED = (Decision.MUST_SAVE,)
 _ANSWERS: dict[Any, Sequence[Decision]] = {
     said: RECOMPUTED if decision is Decision.PREFER_RECOMPUTE else (decision,) for said, decision in _DECISIONS.items()
 }
+
+
+_NONE: Mapping[Any, Decision] = MappingProxyType({})
+
+
+class ChoosesModules(Protocol):
+    """What a region asks of a policy that chooses modules."""
+
+    def name_of(self, module: Any) -> str | None:
+        """Return the path of a module that it chooses; None for another."""
+
+    def enter(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> None:
+        """Find the modules of a region that begins."""
 
 
 class Named(Protocol):
@@ -126,15 +149,32 @@ class OpPolicy(ABC):
     Stronger is: excluding by name, then MUST before PREFER, then saving before offloading before recomputing.
 
     Attributes:
+        is_ready: Whether it is one of the library's own, of which not all has to occur.
         expects_ops: Whether a region in which it selects nothing is worth a word. A function is the user's own logic,
             and names that match nothing are an error.
     """
 
-    expects_ops = False
+    expects_ops = is_ready = False
 
     def op_names(self) -> Sequence[str]:
         """Return the names of the ops that it lists."""
         return ()
+
+    def functions(self) -> Mapping[Any, Decision]:
+        """Return what it decides about functions, if it does not ask for ops."""
+        return _NONE
+
+    def left_out(self) -> Sequence[str]:
+        """Return the patterns on names that it excludes, if it does nothing else."""
+        return ()
+
+    def modules(self) -> Sequence[ChoosesModules]:
+        """Return it, if it chooses modules and does nothing else."""
+        return ()
+
+    def kinds(self) -> Iterable[OpPolicy]:
+        """Return the policies of which it is made."""
+        return (self,)
 
     @abstractmethod
     def begin(self) -> Decider:
@@ -319,11 +359,7 @@ class OpListPolicy(OpPolicy):
             elif isinstance(op, OperatorBase):
                 self._ops.append(op)
             else:
-                raise PolicyError(
-                    f"a policy lists {shown(op)}, which is not an op",
-                    remedy="A list that is a policy has ops such as torch.ops.aten.mm.default, or torch.ops.aten.mm "
-                    "for all its overloads.",
-                )
+                raise not_seen(op)
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(str, self._given))}]"
@@ -373,6 +409,146 @@ class _OpListDecider(Decider):
         return id(_kind_of(op)) in self._kinds
 
 
+class FunctionsPolicy(OpPolicy):
+    """Saves what calls of certain functions save and return; of which none has to occur.
+
+    Args:
+        functions: They, as a user names them: ``F.linear``, ``torch.matmul``, ``torch.Tensor.exp``, a higher-order op.
+        decision: What is done with them.
+    """
+
+    expects_ops = True
+
+    def __init__(self, functions: Iterable[Any], decision: Decision = Decision.MUST_SAVE) -> None:
+        self._given = tuple(functions)
+        self._decision = decision
+        self._names = tuple(dict.fromkeys(map(name_of, self._given)))
+        self._functions = dict.fromkeys([seen for function in self._given for seen in seen_as(function)], decision)
+
+    def functions(self) -> Mapping[Any, Decision]:
+        """Return the decision about each."""
+        return self._functions
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(label_of, self._given))}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _functions_at, (tuple(map(place_of, self._given)), self._decision)
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names of the functions."""
+        return self._names
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return, for the compiler, what keeps the ops that the functions are made of."""
+        return OpsOfFunctions, self._names
+
+    def begin(self) -> Decider:
+        """Begin one forward whose ops are asked for, as by torch's own contexts."""
+        return OpsOfFunctions(self._names).begin()
+
+
+class OpsOfFunctions(OpPolicy):
+    """Saves the results of the ops that functions of certain names are made of."""
+
+    expects_ops = True
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._ops = frozenset(op for name in names for op in (name, *OPS.get(name, ())))
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(self._names)}]"
+
+    def op_names(self) -> Sequence[str]:
+        """Return the names of the ops."""
+        return sorted(self._ops)
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return the kind and the names of the functions."""
+        return OpsOfFunctions, self._names
+
+    def begin(self) -> Decider:
+        """Begin one forward."""
+        return _OpsDecider(self._ops)
+
+
+class _OpsDecider(Decider):
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._attention = any("attention" in name for name in names)
+
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        name = op_name(op)
+        is_attention = self._attention and "attention" in name and "backward" not in name
+        found = is_attention or name in self._names or name.lstrip("_") in self._names
+        return (Decision.MUST_SAVE if found else Decision.PREFER_RECOMPUTE,)
+
+
+def _functions_at(places: Iterable[Any], decision: Decision) -> FunctionsPolicy:
+    return FunctionsPolicy(map(found_at, places), decision)
+
+
+def op_name(op: Any) -> str:
+    """Return the name of an op without its overload: ``mm``, or ``lib.op`` for one that is not torch's."""
+    packet: str = getattr(_kind_of(op), "__name__", "")
+    return packet if getattr(op, "namespace", "aten") == "aten" else f"{op.namespace}.{packet}"
+
+
+class KeptFunctions(NamedTuple):
+    """What a policy says of functions.
+
+    Attributes:
+        decisions: By what a mode sees of each.
+        left_out: Patterns on the names of calls that are not kept.
+        policy: The policy, with what it says of ops.
+        tables: What each phase of a region does with each function, once a first region was made.
+    """
+
+    decisions: Mapping[Any, Decision]
+    left_out: Sequence[str]
+    policy: OpPolicy
+    tables: dict[str, Any]
+
+
+_TABLES: dict[Any, dict[str, Any]] = {}  # since many make a policy anew in each step
+
+
+class Split(NamedTuple):
+    """What a policy says of ops, for which these have to be watched; of functions; and of modules."""
+
+    ops: OpPolicy | None
+    functions: KeptFunctions | None
+    modules: Sequence[ChoosesModules]
+
+
+def split(policy: OpPolicy) -> Split:
+    """Take a policy apart."""
+    modules = [one for part in policy.kinds() for one in part.modules()]
+    found = [part for part in policy.kinds() if not part.modules()]
+    if not found:
+        return Split(None, None, modules)
+    # Where ops are watched anyway, the library's own policies decide about these, by whose names others may know them.
+    if not all(part.functions() for part in found):
+        by_function = [part for part in found if part.functions() and not part.is_ready]
+    else:
+        by_function = found
+    decisions: dict[Any, Decision] = {}
+    for part in by_function:
+        for function, decision in part.functions().items():
+            decisions[function] = max(decision, decisions.get(function, decision))
+    if not decisions:
+        return Split(Combined(found) if modules else policy, None, modules)
+    ops = [part for part in found if not any(part is one for one in by_function)]
+    left_out = [pattern for part in ops for pattern in part.left_out()]
+    key = (tuple(decisions.items()), tuple(left_out))
+    kept = KeptFunctions(decisions, left_out, policy, _TABLES.setdefault(key, {}))
+    if all(part.left_out() for part in ops):
+        return Split(None, kept, modules)
+    return Split(Combined(ops) if len(ops) > 1 else ops[0], kept, modules)
+
+
 class Combined(OpPolicy):
     """Several policies, of which the strongest decision holds."""
 
@@ -382,6 +558,10 @@ class Combined(OpPolicy):
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self._policies)).replace("| ~", "& ~")
+
+    def kinds(self) -> Iterable[OpPolicy]:
+        """Return the policies of which it is made."""
+        return (kind for policy in self._policies for kind in policy.kinds())
 
     def begin(self) -> Decider:
         """Begin one forward."""
@@ -430,13 +610,24 @@ def as_policy(policy: Any) -> OpPolicy:
     if isinstance(policy, OpPolicy):
         return policy
     if isinstance(policy, (list, tuple, set, frozenset)):
-        return OpListPolicy(policy)
+        if is_compiling():  # which cannot look into functions, and needs the ops that they are made of
+            names = [name_of(one) for one in policy if not isinstance(one, OperatorBase | OpOverloadPacket)]
+            listed = OpListPolicy([one for one in policy if isinstance(one, OperatorBase | OpOverloadPacket)])
+            return Combined((OpsOfFunctions(names), listed)) if names else listed
+        functions = [one for one in policy if is_function(one)]
+        ops = [one for one in policy if not is_function(one)]
+        if ops and functions:
+            return Combined((FunctionsPolicy(functions), OpListPolicy(ops)))
+        return FunctionsPolicy(functions) if functions else OpListPolicy(ops)
+    if is_function(policy):
+        return FunctionsPolicy([policy])
     if isinstance(policy, OperatorBase | OpOverloadPacket):
         return OpListPolicy([policy])
     if callable(policy):
         return FunctionPolicy(policy)
     raise PolicyError(
         f"{shown(policy)} is not a policy for the ops of a region",
-        remedy="A policy is a function (ctx, op, *args, **kwargs), a list of ops, remat.save_names(...), one "
-        "of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) excludes names.",
+        remedy="A policy is a list of functions and ops, a function (ctx, op, *args, **kwargs), remat.save_names(...), "
+        "one of remat.policies, or several of these with | between them; policy & ~remat.save_names(...) excludes "
+        "names.",
     )

@@ -36,6 +36,10 @@ class NamePolicy(OpPolicy):
             )
         return LeftOut(self._patterns)
 
+    def left_out(self) -> Sequence[str]:
+        """Return the patterns, if it excludes them."""
+        return self._patterns if self._decision is Decision.LEFT_OUT else ()
+
     def parts(self) -> tuple[Any, ...]:
         """Return the kind and the patterns."""
         return NamePolicy, tuple(self._patterns)

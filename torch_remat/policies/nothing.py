@@ -10,10 +10,13 @@ from collections.abc import Hashable, Sequence
 from difflib import get_close_matches
 from itertools import chain
 
+import torch
+
 from torch_remat.errors import warn
 from torch_remat.policies.kinds import OpPolicy
 
 _SELECTS: dict[Hashable, bool] = {}
+_KNOWN: dict[tuple[int, int], object] = {}
 _SHOWN = 6  # names of ops
 
 
@@ -37,14 +40,51 @@ def note_first(policy: OpPolicy, code: Hashable, region: str, ran: Sequence[str]
         warn(f"{region}: the policy {policy!r} selected nothing, so all is recomputed. {_near(policy, ran)}")
 
 
+def note_first_functions(
+    policy: OpPolicy, code: Hashable, region: str, wanted: Sequence[str], ran: Sequence[str], selects: bool
+) -> None:
+    """Do the same for a policy that names functions, and warn of each that did not run.
+
+    Args:
+        policy: The policy.
+        code: What identifies the region's code.
+        region: The region's name.
+        wanted: The names of the functions.
+        ran: The names of those that ran.
+        selects: Whether the policy has selected something.
+    """
+    _SELECTS[policy.parts(), code] = selects
+    # Of higher-order ops, as of all ops, none has to occur.
+    missing = [name for name in wanted if name not in ran and not (selects and hasattr(torch.ops.higher_order, name))]
+    if missing:
+        near = [one for name in missing for one in get_close_matches(name, ran, n=_SHOWN, cutoff=0.5)] or ran
+        shown = ", ".join(dict.fromkeys(near[:_SHOWN])) + (", ..." if len(near) > _SHOWN else "")
+        what = "is for calls that did not run" if selects else "selected nothing, so all is recomputed"
+        warn(
+            f"{region}: the policy {policy!r} {what}: {', '.join(missing)}. Functions that ran: {shown or 'none'}. "
+            "remat.list_names(function)(*args) shows what they consist of."
+        )
+
+
 def selects_nothing(policy: OpPolicy | None, code: Hashable) -> bool:
     """Whether that has been noted."""
     return policy is not None and policy.expects_ops and not _SELECTS.get((policy.parts(), code), True)
 
 
+def is_known(tables: object, code: object) -> bool:
+    """Whether functions were noted in a first forward of a region with this code, by the tables of their policy."""
+    return (id(tables), id(code)) in _KNOWN
+
+
+def note_known(tables: object, code: object) -> None:
+    """Note that they were."""
+    _KNOWN[id(tables), id(code)] = tables, code  # which keeps the ids
+
+
 def forget_first_forwards() -> None:
     """Forget what was noted; for tests, whose functions have one code and many meanings."""
     _SELECTS.clear()
+    _KNOWN.clear()
 
 
 def _near(policy: OpPolicy, ran: Sequence[str]) -> str:

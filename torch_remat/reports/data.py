@@ -248,8 +248,8 @@ def report_of(
             policy = decisions[name].value if name in decisions else rows[0].policy
             ops.append(OpReport(name, policy, tuple(rows)))
     saves = any(row.policy == "save" for row in own)
-    idle = not saves and selects_nothing(region.options.policy, identity_of(region.function))
-    return RegionReport(region.name, tuple(own), tuple(ops), repr(region.options.policy) if idle else "")
+    idle = not saves and selects_nothing(region.options.chosen, identity_of(region.function))
+    return RegionReport(region.name, tuple(own), tuple(ops), repr(region.options.chosen) if idle else "")
 
 
 def what_needs(one: Kept) -> str:

@@ -246,7 +246,7 @@ class Notes(Observer, TorchDispatchMode):
         reasons = Reasons(region, rows, report, self.numbers_in, cost.ran)
         told.by_policy = tuple(reasons.by_policy())
         # Of a call that a policy for aten ops would look into, or that what is around recomputes, the log has no price.
-        hooks, policy = region.hooks, region.options.policy
+        hooks, policy = region.hooks, region.options.chosen
         is_priced = current_mode() is None and policy is None and not (hooks and is_of_checkpoint(hooks[1]))
         for op in notes.ops.values():
             op.told.tensors = tuple(reasons.of(op))

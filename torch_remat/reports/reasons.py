@@ -22,7 +22,7 @@ from weakref import ref
 
 import torch
 
-from torch_remat._kept import Around, Kept, decisions_of
+from torch_remat._kept import Around, Kept, calls_by_policy, decisions_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.policies.decision import CheckpointPolicy
@@ -187,11 +187,19 @@ class Reasons:
                 self._first.setdefault(number, told)
 
     def by_policy(self) -> Iterator[TensorExplanation]:
-        """Yield why a policy for aten ops keeps what it keeps; see `checkpoint(policy=...)`."""
+        """Yield why a policy keeps what it keeps, of calls of functions and of aten ops."""
+        names = {call.name for call in calls_by_policy(self._region)}
+        for op in self._report.ops:
+            for tensor in op.tensors if op.name in names else ():
+                state: State = "offloaded" if tensor.offloaded else "kept"
+                why = "backward reads it" if tensor.kind == "saved" else "replay reads it"
+                yield TensorExplanation(
+                    tensor.name, f"{op.name}.{tensor.label}", state, tensor.bytes, why, tensor.shared_with
+                )
         kept = {row.tensor: row for row in self._rows if not row.op and row.what in ("result", "slot")}
         for tensor in self._report.tensors:
             if tensor.kind in ("saved", "kept for replay"):
-                state: State = "offloaded" if tensor.offloaded else "kept"
+                state = "offloaded" if tensor.offloaded else "kept"
                 reader = "backward" if tensor.kind == "saved" else self._reader_of(kept[tensor.label])
                 why = f"{reader} reads it"
                 yield TensorExplanation(tensor.name, tensor.label, state, tensor.bytes, why, tensor.shared_with)

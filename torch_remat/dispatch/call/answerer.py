@@ -15,6 +15,7 @@ the output of a handle, whose body cannot run in replay.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from torch_remat._compat import Handler, without_torch_function
+from torch_remat._compat import Handler
 from torch_remat.dispatch.call.call import cannot_be_skipped, variables_of
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
@@ -37,13 +38,12 @@ from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there
 from torch_remat.dispatch.log.matching import Suppressed
 from torch_remat.dispatch.log.meta import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.slot import Elided, Slot, offset_in_bytes, placement_in
+from torch_remat.dispatch.log.slot import Elided, Slot
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import (
     Placeholder,
     Refusal,
     Source,
-    geometry_of,
     is_of_placeholders,
     refuse,
 )
@@ -57,7 +57,6 @@ from torch_remat.errors import (
     qualified_name,
     raised_at,
 )
-from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
@@ -71,6 +70,7 @@ class Answerer:
         ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
         native_ops: What does so for native regions, one after the other.
         begun: How many calls have begun.
+        entered: How many inner regions have, after the first call.
         native: The native region whose ops are answered now.
         whole: The call that runs whole now.
     """
@@ -81,7 +81,11 @@ class Answerer:
         self.replay = replay
         self._calls = list(region.tape.records.values())
         self._entries = region.tape.calls
-        self._slots = loaded_slots(region.name, region.tape.calls) if self._entries and region.hooks is not None else {}
+        self._slots: dict[int, Tensor] = {}
+        if region.hooks is not None:
+            self._slots = loaded_slots(region.name, self._entries)
+            for slots in (*(call.inputs for call in self._calls), *region.tape.entered):
+                self._slots.update({id(slot): slot.load(region.name, *slot.sources[-1]) for slot in slots.values()})
         self._started_over_for: Exception | None = None
         self._refusal: Refusal | None = None
         self._over = False
@@ -89,7 +93,7 @@ class Answerer:
 
     def begin_again(self) -> None:
         """Begin at the start of the log again."""
-        self.begun = 0
+        self.begun = self.entered = 0
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None
@@ -149,7 +153,7 @@ class Answerer:
         call = self._next(name, policy)
         if call is None or policy is _RECOMPUTE:
             if call is not None and self.region.options.policy is None:
-                args, kwargs = self.values_of(args, kwargs, name)
+                args, kwargs = self.values_of(args, kwargs, call.inputs, name)
             return function(*args, **kwargs)
         if call.answers is not None:
             if self.ops is not None:
@@ -192,7 +196,7 @@ class Answerer:
         """Whether replay runs a call whole that it has to."""
         if not call.run:
             return False
-        if self._started_over_for is not None and not call.why and self._lacks_one(leaves_of(args, kwargs)):
+        if self._started_over_for is not None and not call.why and self._lacks_one(call, leaves_of(args, kwargs)):
             return False  # another has started replay over
         if call.modified and self._started_over_for is None:
             same = [
@@ -207,13 +211,12 @@ class Answerer:
             warn_of_second_run(self.region, call)
         return True
 
-    def _lacks_one(self, leaves: Sequence[Any]) -> bool:
+    def _lacks_one(self, call: Call, leaves: Sequence[Any]) -> bool:
         """Whether one of a call's arguments is the output of a handle that is not there."""
-        sources = [leaf.source for leaf in leaves if isinstance(leaf, Placeholder)]
-        records = self.region.tape.records
         return any(
-            source.is_of(self.region) and self.is_of_handle(source) and not records[source.op].kept
-            for source in sources
+            isinstance(leaf, Placeholder) and leaf.source.is_of(self.region) and self.is_of_handle(leaf.source)
+            for at, leaf in enumerate(leaves)
+            if at not in call.inputs
         )
 
     def _variables(self, call: Call, function: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
@@ -248,7 +251,7 @@ class Answerer:
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
         """Run a call again, as one with the policy RECOMPUTE; what it keeps stays."""
-        args, kwargs = self.values_of(args, kwargs, call.name)
+        args, kwargs = self.values_of(args, kwargs, call.inputs, call.name)
         if call.early and self.ops is not None:
             leaves = leaves_of(args, kwargs)
             reached = [place.tensor for place in variables_of(function, leaves)]
@@ -316,31 +319,32 @@ class Answerer:
             value = fresh_alias(self.ops.value_of(leaf, consumer), leaf.requires_grad, True)
             self.note_loaded(value)
             return value
-        call, output = self.region.tape.records.get(leaf.source.op), leaf.source.output
-        if call is None:
-            return refuse(leaf.source, consumer)
-        for place, slot in call.kept.items():
-            if call.label(place) == output:
-                kept = slot.unchanged()
-                value = kept = self.load(slot, call.name, output) if kept is None else kept
-                meta = call.meta(place)
-                with without_torch_function():  # the placeholder's own would be asked for each attribute
-                    requires_grad = leaf.requires_grad
-                    same = geometry_of(leaf) == meta.geometry and leaf.dtype is meta.dtype
-                    if not same or (leaf.is_conj(), leaf.is_neg()) != meta.lazy:
-                        moved = offset_in_bytes(kept) - placement_in(meta).offset_bytes
-                        value = Placement.of(leaf).seen_in(kept, moved)
-                        self.note_loaded(value)
-                self.note_loaded(kept)
-                return value.requires_grad_(requires_grad)
         return refuse(leaf.source, consumer)
 
+    def inputs_of(self, call: Call, inputs: Sequence[Any]) -> list[Any]:
+        """Return what a handle gets whose body replay runs, with what was kept in place of placeholders."""
+        if call.is_skipped and call.results is None:
+            return list(inputs)  # its body has raised, and does so again
+        return self._with_slots(inputs, call.inputs, call.name)
+
+    def _with_slots(self, leaves: Sequence[Any], slots: Mapping[int, Slot], consumer: str) -> list[Any]:
+        values = []
+        for at, leaf in enumerate(leaves):
+            made = isinstance(leaf, Placeholder) and leaf.source.is_of(self.region) and leaf.source[1:3]
+            if made and at in slots and made in slots[at].sources:  # else forward had something else here
+                value = self.load(slots[at], *made)
+                self.note_loaded(value)
+            else:
+                value = self.value_of(leaf, consumer)
+            values.append(value)
+        return values
+
     def values_of(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], consumer: str
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[int, Slot], consumer: str
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return arguments with what was kept of the outputs of handles in place of the placeholders."""
+        """Return arguments with what was kept in place of placeholders."""
         leaves = leaves_of(args, kwargs)
-        values = [self.value_of(leaf, consumer) for leaf in leaves]
+        values = self._with_slots(leaves, slots, consumer)
         return (args, kwargs) if all(map(is_, leaves, values)) else with_leaves(args, kwargs, values)
 
     def fail_returned(self, call: Call) -> NoReturn:
@@ -374,7 +378,10 @@ class Answerer:
         """Return the arguments of an inner region, which replay runs."""
         if not self.begun or self.region.options.policy is not None:
             return args, kwargs
-        return self.values_of(args, kwargs, "inner region")
+        entered = self.region.tape.entered
+        self.entered += 1
+        slots = entered[self.entered - 1] if self.entered <= len(entered) else {}
+        return self.values_of(args, kwargs, slots, "inner region")
 
     def may_fill(self) -> bool:
         """Whether the op that saves a tensor may be about to fill it; where ops are watched, its place decides."""
@@ -383,6 +390,20 @@ class Answerer:
     def ends_soon(self) -> bool:
         """Whether, under a policy and without calls, few ops are to come, which compute results and do no more."""
         return not self._calls and self.ops is not None and self.ops.ends_soon()
+
+    def free_name(self, name: str) -> str:
+        """Return the name that forward gave the next call of a kind."""
+        own = self.next_name()
+        return own if own is not None and re.fullmatch(re.escape(name) + r"(_[0-9]+)?", own) else name
+
+    def is_next(self, function: Any, number: int) -> bool:
+        """Whether the next call of forward is this one of a torch function."""
+        call = self._calls[self.begun] if self.begun < len(self._calls) else None
+        return call is not None and call.function_number == number and call.function == identity_of(function)
+
+    def next_policy(self) -> CheckpointPolicy:
+        """Return the policy of the next call of forward."""
+        return self._calls[self.begun].policy
 
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""

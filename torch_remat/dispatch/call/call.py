@@ -18,11 +18,12 @@ Tensors outside the region are modified once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch.autograd.graph import Node
@@ -78,19 +79,14 @@ class Log(Protocol):
     departures: Departures
     draws: Draws | None
     entries: list[Entry]
-    has_handles: bool
-    has_policy: bool
+    opened: list[tuple[ref[Any], Call]]
     storages: Storages
-
-    @property
-    def opened(self) -> object:
-        """The handle that was begun last and has not ended."""
 
     def is_in_skipped_body(self) -> bool:
         """Whether the body of a saved handle runs."""
 
-    def maker_of(self, tensor: torch.Tensor) -> tuple[Entry, int] | None:
-        """Return the entry that made a tensor, and as which of its results."""
+    def made_by_handle(self, tensor: torch.Tensor) -> tuple[Call, int] | None:
+        """Return the handle that made a tensor, and as which of its outputs."""
 
     def name_of(self, tensor: torch.Tensor, automatic: str) -> str:
         """Return the name of a tensor that the call saves, given its automatic one."""
@@ -107,11 +103,8 @@ class Log(Protocol):
     def note_results(self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Note a call with its results."""
 
-    def note_returned(self, call: Call, leaf: torch.Tensor) -> None:
-        """Note a tensor that a call returned and has not made."""
-
-    def note_reader(self, tensor: torch.Tensor) -> None:
-        """Note that replay reads a tensor here."""
+    def note_readers(self, tensors: Iterable[Any]) -> None:
+        """Note that replay reads tensors here."""
 
     def note_writes(self, running: Running) -> None:
         """Note what a call modified that was there before it."""
@@ -125,7 +118,6 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 _FUNCTION_CLASS = type(torch.autograd.Function)
 _version_of = attrgetter("_version")
 _pure: dict[int, bool] = {}
-_draws: dict[int, bool] = {}
 
 
 def is_builtin(function: Any) -> bool:
@@ -164,16 +156,6 @@ def _is_pure(function: Any) -> bool:
         # Norms change running statistics; what is named so changes its argument.
         pure = _pure[id(function)] = known and not name.endswith("_") and "_norm" not in name
     return pure
-
-
-def may_draw_in(function: Callable[..., Any]) -> bool:
-    """Whether a function may draw random numbers."""
-    if type(function) is not BuiltinFunctionType or isinstance(function.__self__, type):
-        return True  # and its name says nothing
-    if isinstance(function.__self__, torch.Tensor):  # its method, whose address another may have soon
-        return may_draw(function.__name__)
-    draws = _draws[id(function)] = may_draw(function.__name__)
-    return draws
 
 
 class Given:
@@ -299,7 +281,7 @@ class Running(ABC):
         self.ops = ops
         self.call = call
         self.given = given
-        self.first = call.number = sequence_number()
+        self.first = sequence_number()
 
     def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
         """Return what autograd keeps of a tensor; None if replay recomputes it, or has it."""
@@ -366,8 +348,7 @@ class RunningCall(Running):
         if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
             self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
-        draws = _draws.get(id(function)) if is_builtin(function) else True
-        self._draws = may_draw_in(function) if draws is None else draws
+        self._draws = not is_builtin(function) or may_draw(function.__name__)
         if self._draws and ops.draws is not None:
             ops.draws.begin()
 

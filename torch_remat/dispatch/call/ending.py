@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -18,13 +17,16 @@ from torch.autograd.graph import Node
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
-from torch_remat.dispatch.holder import OpHolder, RegionLike
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.readers import readers_in
+from torch_remat.dispatch.log.slot import Slot, slot_for, version_of
 from torch_remat.errors import RematWarning, qualified_name, user_line
+from torch_remat.policies.decision import CheckpointPolicy
 
+_RECOMPUTE = CheckpointPolicy.RECOMPUTE
 _warned: dict[Any, Any] = {}
 
 
@@ -36,19 +38,19 @@ def judge(log: Recorder, boundary: Sequence[Node | None]) -> None:
         boundary: The nodes of the region's outputs.
     """
     log.settle()
-    if log.opened is not None:
-        log.opened.check_ended()
+    log.body()
+    if log.region.tape.functions:
+        _give_up_changed(log)
     if not log.packs:
         return  # there are no calls but handles
     _check_left(log, boundary)
     for call in log.region.tape.records.values():
         if call.function is not None and not log.has_policy and log.results.is_any_written(call):
             call.why, call.modified, call.is_saved = "a result of it was modified in place afterwards", (), False
+        if call.inputs and call.is_saved and not call.why and call.policy is not _RECOMPUTE:
+            call.inputs = {}  # it need not run whole
         if not call.is_saved:
-            call.waiting = ()
-            for entry in log.region.tape.saved[call.start : call.end]:
-                if type(entry) is ref and type(holder := entry()) is OpHolder:
-                    holder.resident, holder.packed, holder.unpack = False, None, None
+            log.give_up(call)
 
 
 def finish(log: Recorder) -> None:
@@ -62,6 +64,8 @@ def finish(log: Recorder) -> None:
         log.departures.send()
     if log.has_results or log.runs or log.needed or log.watch is not None:
         _Ending(log).decide()
+    if log.region.tape.functions:
+        _keep_results(log)
     # Else there is nothing, or only handles, none of whose outputs anything reads.
 
 
@@ -75,6 +79,31 @@ def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
         raise cannot_be_skipped(
             log.region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
         )
+
+
+def _give_up_changed(log: Recorder) -> None:
+    """Let replay run the calls of functions whose results were modified, or may have been."""
+    for call in log.region.tape.functions.values():
+        changed = any(version_of(alias) != version for alias, version in call.held)
+        if changed or any(key in log.pointed for _, key in call.made):
+            log.give_up(call)
+            call.held = ()
+
+
+def _keep_results(log: Recorder) -> None:
+    """Keep what the calls of functions returned past which replay goes on."""
+    region = log.region
+    last = region.tape.last_place(region.hooks, region.options.early_stop)
+    for call in region.tape.functions.values():
+        if call.is_saved and call.end <= last:
+            is_usual = region.hooks is None and call.policy is CheckpointPolicy.SAVE
+            call.kept = {
+                place: Slot.of_alias(alias)
+                if is_usual
+                else slot_for(region.hooks, log.departures, call.name, call.label(place), alias, call.policy, False)
+                for place, (alias, _) in enumerate(call.held)
+            }
+        call.held = ()
 
 
 class _Ending:
@@ -98,8 +127,6 @@ class _Ending:
             entry.run = True
         for entry, places in needs.kept:
             log.results.keep(entry, places)
-            if type(entry) is Call and entry.function is None:
-                entry.shown = entry.shown.union(places)
         if region.tape.records:
             for entry in region.tape.records.values() if log.has_policy else ():
                 if entry.views:  # in replay they are placeholders, views of nothing
@@ -155,16 +182,11 @@ class _Ending:
     def _passed(self) -> list[tuple[int, int]]:
         """Return what the calls returned past which replay goes on, each after how many entries."""
         log, region = self._log, self._region
-        if not (log.has_results or log.returned):
+        if not log.has_results:
             return []
         last = region.tape.last_place(region.hooks, region.options.early_stop)
-        calls = list(region.tape.records.values())
-        waits = [at for at, call in enumerate(calls) if any(region.hooks or one.holder() for one in call.waiting)]
-        if waits and not region.options.early_stop:
-            last = len(region.tape.saved)
-        passed = {call for call in calls[: waits[-1] if waits else 0] if not call.is_handle}
-        passed.update(call for call in calls if not call.is_handle and call.end <= last)
-        roots = [(key, after) for call, key, after in log.returned if call in passed]
+        passed = {call for call in region.tape.records.values() if not call.is_handle and call.end <= last}
+        roots = []
         for at, entry in enumerate(log.entries):
             if entry in passed:
                 roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]

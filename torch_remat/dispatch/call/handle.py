@@ -9,22 +9,21 @@ NOTE [ What is kept for a handle ]
    input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
    are known (`auto_forward`); of the output of a RECOMPUTE op, when that is recomputed. A parameter, a region input and
    a view of either share storage that exists anyway.
-2. RECOMPUTE: those of its inputs that are outputs of SAVE ops are kept where they were made, so that replay has them.
-   What it saves for backward is recomputed.
+2. RECOMPUTE: it keeps those of its inputs that are outputs of SAVE ops, so that replay has them. What it saves for
+   backward is recomputed.
 3. An op inside the body of a SAVE op is part of it: replay never comes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from sys import _getframe
-from types import CodeType, FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 from torch import Tensor, strided
 
-from torch_remat._compat import has_returned
 from torch_remat.dispatch.call.result import Loading, kept_or_stand_in
 from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.log.entry import Call
@@ -175,14 +174,13 @@ class RematHandle:
 class Log(Protocol):
     """What a handle in forward asks of its region's log; the `Recorder`."""
 
-    opened: ForwardOp | None
-    skipped_any: bool
+    opened: list[tuple[ref[Any], Call]]
 
     @property
     def region(self) -> RegionLike:
         """The region."""
 
-    def note_readers(self, tensors: Iterable[Any]) -> None:
+    def note_inputs(self, call: Call, inputs: Sequence[Any]) -> None:
         """Note what a handle reads that replay runs."""
 
     def know_parameters(self, args: Sequence[Any]) -> None:
@@ -208,8 +206,8 @@ class Replay(Loading, Protocol):
     def ops(self) -> object:
         """What answers aten ops, if something does."""
 
-    def value_of(self, leaf: Any, consumer: str) -> Any:
-        """Return an input, what was kept in place of a placeholder."""
+    def inputs_of(self, call: Call, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return inputs, with what was kept in place of placeholders."""
 
     def come_to(self, call: Call, given: Sequence[Any]) -> None:
         """Pass over what a saved call has saved, and fill the holders that wait for its inputs."""
@@ -233,17 +231,13 @@ class ForwardOp(RematHandle):
     Attributes:
         ops: The log of its region.
         call: What the log keeps of it.
-        outer: The op in whose body it runs, if any.
-        place: The address of the frame in which its body runs; the frame itself would keep the body's tensors alive.
-        code: The body's code.
+        depth: In how many bodies of others it runs.
         args: The op's inputs, as far as they are known and matter.
     """
 
     ops: Log
     call: Call
-    outer: ForwardOp | None
-    place: int
-    code: CodeType
+    depth: int
     args: tuple[Any, ...] = ()
 
     def save_or_load_inputs(self, *args: Any) -> Any:
@@ -251,8 +245,7 @@ class ForwardOp(RematHandle):
         if self._step != 0:
             raise self._out_of_order(1)
         self._step = 1
-        if self.ops.skipped_any:
-            self.ops.note_readers(args)
+        self.ops.note_inputs(self.call, args)
         return args[0] if len(args) == 1 else args
 
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
@@ -261,7 +254,7 @@ class ForwardOp(RematHandle):
             self._step = 3
         else:
             outs = self._end(outs)
-        self.ops.opened = self.outer
+        del self.ops.opened[self.depth :]
         return outs if as_tuple or len(outs) > 1 else outs[0]
 
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -273,34 +266,6 @@ class ForwardOp(RematHandle):
                 return tuple([o.view_as(o) if o.requires_grad and id(o) not in dirty else o for o in outs])
         return outs
 
-    def is_running(self) -> bool:
-        """Whether its body is on this thread's stack."""
-        return self._is_at_or_above(_getframe(1))
-
-    def is_around(self, frame: FrameType, ctx: Any) -> bool:
-        """Whether its body is on the stack above that of another op, or is that one.
-
-        If it has raised, the other body may have its address and its code: then only the context distinguishes them.
-        """
-        return self._is_at_or_above(frame if self._ctx is ctx else frame.f_back)
-
-    def _is_at_or_above(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if id(frame) == self.place and frame.f_code is self.code:
-                return True
-            frame = frame.f_back
-        return False
-
-    def check_ended(self) -> None:
-        """Raise if the body returned without its outputs being recorded; one that raised may be forgotten."""
-        if has_returned(self._ctx):
-            raise UsageError(
-                "the op's forward returned without calling handle.record_outputs",
-                region=self.ops.region.name,
-                op=self.call.name,
-                remedy="End the forward with `return handle.record_outputs(out)`.",
-            )
-
 
 class SavedOp(ForwardOp):
     """An op with policy SAVE or OFFLOAD in forward.
@@ -308,8 +273,10 @@ class SavedOp(ForwardOp):
     Attributes:
         before: What the region reaches, before the op.
         inputs: The tensors that it is given, as far as they are known, with their versions.
+        entered: How many inner regions had begun before it.
     """
 
+    entered: int
     before: Sequence[Any] = ()
     inputs: Sequence[tuple[Tensor, int]] = ()
 
@@ -347,7 +314,7 @@ class SavedOp(ForwardOp):
         else:
             outs = self._end(outs)
             out = outs[0]
-        ops.opened = self.outer
+        del ops.opened[self.depth :]
         if ctx.dirty_tensors:
             raise UsageError(
                 f"an op with policy {call.policy.name} cannot mark inputs as dirty: replay would not modify them",
@@ -414,7 +381,7 @@ class ReplayOp(RematHandle):
             raise self._out_of_order(1)
         self._step = 1
         if Placeholder in map(type, args):
-            args = tuple([self.ops.value_of(arg, self.call.name) for arg in args])
+            args = tuple(self.ops.inputs_of(self.call, args))
         return args[0] if len(args) == 1 else args
 
     def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
@@ -463,8 +430,7 @@ class SkippedOp(ReplayOp):
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             label = call.label(place) if call.template else "out"
             source = new_tuple(Source, (ops.region_name, call.name, label, id(ops.region)))
-            is_real = place in call.kept and (ops.ops is not None or place in call.shown)
-            made.append(kept_or_stand_in(ops, call, place) if is_real else stand_in(meta, source))
+            made.append(kept_or_stand_in(ops, call, place) if place in call.kept else stand_in(meta, source))
         if call.plain:
             ctx.mark_non_differentiable(*[made[place] for place in call.plain])
         # The graph of the replay has nothing that this op's backward could work on.

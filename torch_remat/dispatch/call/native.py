@@ -51,7 +51,6 @@ from torch_remat.dispatch.log.schema import LIFT
 from torch_remat.dispatch.log.slot import placement_in, slot_for, version_of
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
-from torch_remat.dispatch.reach import tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
 
 _new = object.__new__  # without a call of `__init__` for each op
@@ -92,7 +91,7 @@ class RunningNative(Running):
                 return op(*args, **kwargs)
             make = entry_of(op)
             kind = make.kind
-            if not kind or waiting or ops.opened is not None:
+            if not kind or waiting or ops.opened:
                 return self._watch_odd(make, op, args, kwargs)
             entry = _new(make)
             name = make.effects.name
@@ -162,7 +161,7 @@ class RunningNative(Running):
         for tensor in tensors:
             maker = self.makers.get(key_of(tensor))
             if maker is None:
-                self.ops.note_reader(tensor)
+                self.ops.note_readers((tensor,))
             elif not tensor._version and not isinstance(maker[0], Call) and type(maker[0].meta(maker[1])) is Meta:
                 self._read.append((*maker, tensor))
             else:  # modified in place, say: it is a placeholder in replay, and the code runs as it is written
@@ -221,8 +220,7 @@ class RunningNative(Running):
         ops, call = self.ops, self.call
         maker = self.makers.get(key_of(tensor)) if self.makers and type(tensor) is not Parameter else None
         if maker is None:
-            outer = ops.maker_of(tensor) if ops.has_handles or ops.has_policy else None
-            if outer is None or not (isinstance(outer[0], Call) and outer[0].is_handle):
+            if (outer := ops.made_by_handle(tensor)) is None:
                 return ops.pack(tensor)
             label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
         else:
@@ -259,14 +257,8 @@ class RunningNative(Running):
         leaves, form = ([result], None) if is_one else flatten(result)
         made = []
         for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if not set(keys_of(leaf)).isdisjoint(self.makers):
-                    made.append((at, leaf))
-                elif not leaf.is_inference():
-                    ops.note_returned(call, leaf)
-            elif not is_one:
-                for hidden in tensors_of(leaf):  # in an object that is no pytree
-                    ops.note_returned(call, hidden)
+            if isinstance(leaf, Tensor) and not set(keys_of(leaf)).isdisjoint(self.makers):
+                made.append((at, leaf))
         call.template = () if form is None or form.is_leaf() else (form,)
         metas = [described(leaf, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
         call.results = metas if call.template else metas[0]

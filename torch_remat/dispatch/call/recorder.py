@@ -11,16 +11,15 @@ NOTE [ What is kept ]
 2. What a call returned is kept if replay goes on past the call: nobody asks who reads it. Under a policy, a result is
    kept only if an entry that runs in replay reads it (`needs`).
 3. A policy does not see readers that are no ops. If there is one, replay starts over and runs every entry.
-4. The output of a handle is kept only where a handle, a call or an inner region reads it: for a native reader it is a
-   placeholder, whose error says what to do.
+4. Without a policy, the output of a handle is kept by the handle, call or inner region that reads it, as its argument:
+   for a native reader it is a placeholder, whose error says what to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from sys import _getframe
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any
 from weakref import ref
 
@@ -32,6 +31,7 @@ from torch.nn import Parameter
 from torch_remat._compat import (
     OF_TRACES,
     detached,
+    has_returned,
     is_traceable_wrapper,
     node_number,
     sequence_number,
@@ -57,7 +57,7 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
-from torch_remat.dispatch.log.meta import Meta, key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.log.meta import Meta, key_of, parts_of
 from torch_remat.dispatch.log.op_recorder import OpRecorder
 from torch_remat.dispatch.log.results import Results, Undecided
 from torch_remat.dispatch.log.slot import Elided, Origin, Slot, placement_in, slot_for, version_of
@@ -75,8 +75,8 @@ from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.kinds import OpPolicy
 
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
-_BODY = 2  # frames from `Recorder.begin` to a handle's body: by way of `get_handle`
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
+_NONE: Mapping[int, Slot] = MappingProxyType({})
 _INPUT = (None, NoneType)  # of a holder's `plain`, where the tensor may be something else than the result of an op
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
@@ -88,22 +88,21 @@ class Recorder:
         entries: The entries, in order: saved calls, and under a policy all ops.
         roots: What replay must have for the holders that it fills.
         needed: The storages that replay reads in any case, each after how many entries.
-        returned: The outputs of handles that a call returned: the call, the storage, and after how many entries.
         runs: The saved calls, but those of handles and of torch's own functions.
+        pointed: The storages to whose memory there was access, if the policy names functions.
         changes: The storages of tensors that outlive the region and that skipped calls have modified.
         watch: The ops, under a policy.
         packs: Whether it has to be asked about each tensor that autograd saves.
         calling: The saved call that runs, if one does.
-        opened: The handle that was begun last and has not ended.
+        opened: The handles that have begun and not ended, each after a weak reference to its autograd context.
         saving: The call that saves what autograd saves now: one that runs, or a handle whose body has just ended.
         named: What that call saves, by the names that its author gives.
         number: That of the autograd node after it, if it is a handle; else -1.
         alive: What it has saved, where hooks around the region must meet all of it.
         draws: Which calls draw random numbers; None where nobody cares.
         recomputing: In how many calls of the policy RECOMPUTE code runs.
-        has_handles: Whether a handle was saved, in a region without a policy.
+        by_handles: The outputs of saved handles by their storage, in a region without a policy.
         has_results: Whether a call has returned what it made.
-        skipped_any: Whether there was a saved call, so that replay may lack what it made.
     """
 
     def __init__(self, forward: RematMode, region: OpenRegion) -> None:
@@ -126,7 +125,7 @@ class Recorder:
         self._notes_packed = False  # whether the policy asks what autograd has saved
         self.watch: OpRecorder | None = None
         self.calling: Running | None = None
-        self.opened: ForwardOp | None = None
+        self.opened: list[tuple[ref[Any], Call]] = []
         self.saving: Call | None = None
         self.named: Sequence[tuple[str, Tensor | None]] = ()
         self.alive: list[Holder] = []
@@ -135,14 +134,13 @@ class Recorder:
         self.number = -1
         self.draws = None if region.rng is None else Draws(region.rng)
         self.recomputing = 0
-        self.skipped_any = self.packs = self.has_results = False
+        self.packs = self.has_results = False
         self.needed: list[tuple[int, int]] = []
-        self.returned: list[tuple[Call, int, int]] = []
         self.runs: list[Running] = []
+        self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.changes: set[int] = set()
-        self.has_handles = False
-        # By storage, the outputs of handles that are views of what they were given, or that itself.
-        self._views: dict[int, list[tuple[Call, int]]] = {}
+        self.by_handles: dict[int, list[tuple[Call, int]]] = {}
+        self._known: list[StorageWeakRef] = []  # these storages: as long as this is there, no address comes again
 
     # What is asked while forward runs.
 
@@ -150,6 +148,15 @@ class Recorder:
         """Return the present state of the region's generators; None where nobody cares."""
         rng: RngState | None = self.region.rng
         return None if rng is None else rng.present()
+
+    def free_name(self, name: str) -> str:
+        """Return a name that no call has yet."""
+        records, number = self.region.tape.records, 0
+        own = name
+        while own in records:
+            number += 1
+            own = f"{name}_{number}"
+        return own
 
     def skips(self) -> bool:
         """Whether a call runs that replay skips."""
@@ -176,33 +183,41 @@ class Recorder:
                 return name
         return automatic
 
+    def body(self) -> Call | None:
+        """Return the innermost handle whose body runs, or has raised an error that is still there.
+
+        Raises:
+            UsageError: A body returned without its outputs being recorded.
+        """
+        while self.opened:
+            known, call = self.opened[-1]
+            if (ctx := known()) is not None and not has_returned(ctx):
+                return call
+            self.opened.pop()
+            if ctx is not None:
+                raise UsageError(
+                    "the op's forward returned without calling handle.record_outputs",
+                    region=self.region.name,
+                    op=call.name,
+                    remedy="End the forward with `return handle.record_outputs(out)`.",
+                )
+        return None
+
     def is_in_skipped_body(self) -> bool:
         """Whether the body of a saved handle runs."""
-        opened = self.opened
-        return opened is not None and opened.call.policy is not _RECOMPUTE and opened.is_running()
+        call = self.body() if self.opened else None
+        return call is not None and call.policy is not _RECOMPUTE
 
     def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
         """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
-        return self._maker_at(key_of(tensor), tensor) if self.storages.writers or self._views else None
+        return self.storages.writers.get(key_of(tensor)) if self.storages.writers else None
 
-    def _maker_at(self, key: int, tensor: Tensor) -> tuple[Entry, int] | None:
-        maker = self.storages.writers.get(key)
-        if maker is not None and not (self.has_handles and _is_gone(*maker, tensor)):
-            return maker
-        return next(self._views_at(tensor, key), None) if self._views else None
-
-    def _views_at(self, tensor: Tensor, key: int) -> Iterator[tuple[Call, int]]:
-        """Yield the outputs of handles that are views of what they were given, and that a tensor may come from.
-
-        In replay such an output is a placeholder of its own. A tensor that is older than the handle does not come from
-        it; taken for one that does, it costs no memory but that of its storage.
-        """
-        for call, place in self._views.get(key, ()) if self._views else ():
-            if not _is_gone(call, place):
-                node = tensor.grad_fn
-                is_older = self.region.inputs.contains(tensor) or (node is not None and node_number(node) < call.number)
-                if call.outputs[place]() is tensor or not is_older:
-                    yield call, place
+    def made_by_handle(self, tensor: Tensor) -> tuple[Call, int] | None:
+        """Return the handle that made a tensor, and as which of its outputs."""
+        if (outputs := self.by_handles.get(key_of(tensor))) is not None:
+            return outputs[-1]
+        maker, place = self.maker_of(tensor) or (None, 0)
+        return (maker, place) if isinstance(maker, Call) and maker.is_handle else None
 
     # What autograd saves.
 
@@ -255,6 +270,24 @@ class Recorder:
         self.settle()
         return False
 
+    def open(self, call: Call, given: Given) -> None:
+        """Begin the range of a call."""
+        if self.number >= 0:
+            self.settle()
+        call.start = len(self.region.tape.saved)
+        self.saving, self._given = call, given
+
+    def give_up(self, call: Call) -> None:
+        """Keep nothing of a call that replay runs: its holders are filled as if nobody had named it."""
+        if self.saving is call:
+            call.end = len(self.region.tape.saved)
+            self.saving = self._given = None
+            self.alive.clear()
+        call.is_saved, call.waiting = False, ()
+        for entry in self.region.tape.saved[call.start : call.end]:
+            if type(entry) is ref and type(holder := entry()) is OpHolder:
+                holder.resident, holder.packed, holder.unpack = False, None, None
+
     def settle(self) -> None:
         """End the range of the call that saves: what replay has as an argument or variable waits, the rest is kept."""
         call, given = self.saving, self._given
@@ -292,13 +325,14 @@ class Recorder:
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""
         region, inputs = self.region, self.region.inputs
-        if holder.plain not in _INPUT and tensor._base is None and self.is_usual and not self._views:
+        if holder.plain not in _INPUT and tensor._base is None and region.hooks is None:
             # What most are that a call has not made: an argument, no view, that an op of the region has made.
             for place, leaf in enumerate(given.leaves):
                 if (
                     leaf is tensor
                     and tensor.layout is strided
-                    and storage_key(tensor) not in self.storages.writers
+                    and (key := storage_key(tensor)) not in self.storages.writers
+                    and key not in self.by_handles
                     and not (given.before and given.has_changed(tensor))
                 ):
                     call.waiting = [*call.waiting, new_tuple(Elided, (ref(holder), place, None, None, None))]
@@ -307,8 +341,9 @@ class Recorder:
         if inputs.shares(owner) or holder.metadata[0] != tensor._version:
             return False  # the inputs have its memory
         maker = self.maker_of(tensor)
-        if maker is not None and (
-            isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor)
+        if key_of(tensor) in self.by_handles or (
+            maker is not None
+            and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor))
         ):
             return False  # replay will not have it
         found = given.find(tensor, key_of(tensor))
@@ -349,10 +384,6 @@ class Recorder:
         else:
             key = 0 if kind is Parameter and not self.storages.has_writes else key_of(tensor)
         maker = self.storages.writers.get(key)
-        if not self.has_policy:
-            maker = self._maker_at(key, tensor)
-            if maker is not None and self.has_handles and type(maker[0]) is Call and maker[0].is_handle:
-                maker = None
         if maker is not None:
             entry, at = maker
             if self._notes_packed:
@@ -382,7 +413,7 @@ class Recorder:
 
     def watch_all(self, policy: OpPolicy) -> None:
         """Watch the ops of the whole region, under a policy."""
-        self.skipped_any = self.packs = True
+        self.packs = True
         decider = policy.begin()
         self._notes_packed = decider.notes_packed
         self.watch = OpRecorder(self, decider, ModulePath(self.region.function))
@@ -407,27 +438,26 @@ class Recorder:
         """Run a native region, or a call of `op`; see `RematMode.run_native`."""
         if self.number >= 0:
             self.settle()
-        opened = self.opened
-        if self.calling is not None or (opened is not None and self.is_part_of_skipped(opened.is_running())):
+        if self.calling is not None or (self.opened and self.is_in_skipped_body()):
             return function(*args, **kwargs)
         call = Call(name, policy, identity_of(function))
         self.note_call(call)
         if self.results.unread:  # before the call modifies them, too
             self.results.read_versions()
         if policy is _RECOMPUTE:
+            call.inputs = self.inputs_from_handles(leaves_of(args, kwargs))
             return self._run_recomputed(function, args, kwargs)
         is_whole = is_whole_call(function, args, kwargs)
         of_torch = is_whole and is_builtin(function)
         is_native = is_native and not is_whole
-        self.skipped_any = self.packs = True
+        self.packs = True
         running: Running
         if is_native:
             running = RunningNative(self, call, function, args, kwargs)
         else:
             running = RunningCall(self, call, function, args, kwargs, of_torch)
             self.saving, self._given = call, running.given
-        if self.has_handles:
-            self._hold_outputs(call)
+        call.inputs = self.inputs_from_handles(running.given.leaves, True)  # it may run whole
         self.calling = running
         before = None if of_torch or self.region.outside is None else self.region.outside.before()
         drawn = None if self.watch is None else self.watch.drawn_so_far()
@@ -461,42 +491,11 @@ class Recorder:
         return result
 
     def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self.has_policy and self.skipped_any:
-            self.note_readers(tensors_in(leaves_of(args, kwargs), {}))
         self.recomputing += 1
         try:
             return function(*args, **kwargs)
         finally:
             self.recomputing -= 1
-
-    def _hold_outputs(self, call: Call) -> None:
-        """Hold the outputs of handles that a call is given until forward ends, since it may run whole."""
-        for key in call.reads:
-            for maker in (self.storages.writers.get(key), *self._views.get(key, ())):
-                if maker is not None:
-                    self._hold_output(maker[0], maker[1], key)
-
-    def _hold_output(self, entry: Entry, place: int, key: int) -> None:
-        if type(entry) is Call and place < len(entry.outputs) and (output := entry.outputs[place]()) is not None:
-            self.results.hold(entry, place, output)
-            if (place, key) not in entry.made:
-                entry.made = [*entry.made, (place, key)]
-
-    def _keep_output(self, call: Call, place: int, tensor: Tensor) -> None:
-        """Keep the output of a handle, given a tensor that comes from it."""
-        if place in call.kept:
-            return
-        output = call.outputs[place]()
-        if output is None and type(meta := call.meta(place)) is Meta:
-            with without_dispatch_modes(), torch.no_grad():
-                output = placement_in(meta).seen_in(tensor.detach())
-        if output is not None:
-            if call.policy is _OFFLOAD or not self.is_usual:
-                label = call.label(place)
-                slot = slot_for(self.region.hooks, self.departures, call.name, label, output, call.policy, False)
-            else:
-                slot = Slot(output, None, False)
-            call.kept = {**call.kept, place: slot}
 
     def _note_outside(self, call: Call, before: Sequence[State]) -> None:
         """Note what a call has changed of what the region reaches."""
@@ -517,7 +516,7 @@ class Recorder:
                 self.note_outer(call, key, tensor, version)
                 if (storage := _weak(tensor)) is not None:
                     call.outside = [*call.outside, storage]
-            elif place is not None or self.maker_of(tensor) is not None:
+            elif place is not None or key in self.by_handles or self.maker_of(tensor) is not None:
                 call.why = "it modified a tensor of the region in place"
                 if place is not None and (storage := _weak(tensor)) is not None:
                     given.use(place)
@@ -583,45 +582,55 @@ class Recorder:
             call.away = call.saved
         self.results.note(call, leaves)
         self.entries.append(call)
-        for leaf in leaves if self.has_handles else ():
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
-                self.note_returned(call, leaf)
+        if self.by_handles:
+            self.note_readers([leaf for leaf in leaves if isinstance(leaf, Tensor) and key_of(leaf) in self.by_handles])
 
-    def note_returned(self, call: Call, leaf: Tensor) -> None:
-        """Note a tensor that a call returned: recomputed code may read it, also if a handle has made it."""
-        if (maker := self.maker_of(leaf)) is not None:
-            for key in keys_of(leaf):
-                self._hold_output(maker[0], maker[1], key)
-                self.returned.append((call, key, len(self.entries)))
+    # What replay reads.
 
-    def note_reader(self, tensor: Tensor, show: bool = False) -> None:
-        """Note that replay reads a tensor here; of a handle's output, whether code that knows no handles does."""
-        maker = self._maker_at(key := key_of(tensor), tensor)
-        if maker is None:
-            return
-        if not self.has_policy:
-            for call, place in {maker, *self._views_at(tensor, key)} if self._views else (maker,):
-                if type(call) is Call and call.function is None:
-                    self._keep_output(call, place, tensor)
-                    if show:
-                        call.shown |= {place}
-            if type(maker[0]) is Call and maker[0].function is None:
-                return
-        self.needed.append((key, len(self.entries)))
+    def note_readers(self, tensors: Iterable[Any]) -> None:
+        """Note that replay may read tensors here; the outputs of handles behind them must then be there themselves."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            if self.maker_of(tensor) is not None:
+                self.needed.append((key_of(tensor), len(self.entries)))
+            for call, place in self.by_handles.get(key_of(tensor), ()):
+                if place not in call.kept:
+                    output = tensor if tensor._base is None else tensor._base
+                    if type(meta := call.meta(place)) is Meta:
+                        with without_dispatch_modes(), torch.no_grad():
+                            output = placement_in(meta).seen_in(tensor.detach())
+                    call.kept = {**call.kept, place: self._slot_of(call, place, output, False)}
 
-    def note_readers(self, tensors: Iterable[Any], show: bool = False) -> None:
-        """Do so for those of some values that are tensors."""
-        if self.storages.writers or self._views:
-            for tensor in tensors:
-                if isinstance(tensor, Tensor):
-                    self.note_reader(tensor, show)
+    def note_inputs(self, call: Call, inputs: Sequence[Any]) -> None:
+        """Note what a handle reads that replay runs."""
+        if self.has_policy:
+            self.note_readers(inputs)
+        else:
+            call.inputs = self.inputs_from_handles(inputs)
+
+    def inputs_from_handles(self, leaves: Sequence[Any], for_now: bool = False) -> Mapping[int, Slot]:
+        """Keep those of some inputs that saved handles made, by their number; ``for_now`` where few will be needed."""
+        if not self.by_handles:
+            return _NONE
+        found = {}
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and (outputs := self.by_handles.get(key_of(leaf))) is not None:
+                call, place = outputs[-1]
+                found[at] = slot = Slot(leaf, None) if for_now else self._slot_of(call, place, leaf)
+                slot.sources = [(one.name, one.label(at)) for one, at in outputs]
+        return found
+
+    def _slot_of(self, call: Call, place: int, tensor: Tensor, requires_grad: bool | None = None) -> Slot:
+        label = call.label(place)
+        return slot_for(self.region.hooks, self.departures, call.name, label, tensor, call.policy, requires_grad)
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Keep what an inner region reads that replay would not have; a policy sees what it reads."""
+        """Keep what an inner region gets from handles; a policy sees what it reads."""
         if self.number >= 0:
             self.settle()
-        if not self.has_policy:
-            self.note_readers(leaves_of(args, kwargs))
+        if self.region.tape.records:
+            self.region.tape.entered.append(self.inputs_from_handles(leaves_of(args, kwargs)))
         return args, kwargs
 
     # Ops with handles.
@@ -633,8 +642,7 @@ class Recorder:
         calling = self.calling
         if calling is not None and type(calling) is not RunningNative:
             return None  # it is part of the call
-        frame = _getframe(_BODY)
-        if self.opened is not None and self.is_part_of_skipped(self.opened.is_around(frame, ctx)):
+        if self.opened and self.is_in_skipped_body():
             return None
         if calling is not None:
             policy = CheckpointPolicy.SAVE  # it follows the enclosing native region
@@ -649,6 +657,7 @@ class Recorder:
             op = _new(ForwardOp)
         else:
             op = _new(SavedOp)
+            op.entered = len(self.region.tape.entered)
             call.plain = ()
             if self.draws is not None and calling is None:
                 self.draws.begin()
@@ -666,28 +675,15 @@ class Recorder:
         op.args = ()
         op.ops = self
         op.call = call
-        op.outer = self.opened
-        op.place = id(frame)
-        op.code = frame.f_code
-        self.opened = op
+        op.depth = len(self.opened)
+        self.opened.append((ref(ctx), call))
         return op
-
-    def is_part_of_skipped(self, is_running: bool) -> bool:
-        """Whether a skipped op's body runs, if that of the last op does."""
-        opened = self.opened
-        assert opened is not None
-        if is_running:
-            return opened.call.policy is not _RECOMPUTE
-        opened.check_ended()
-        self.opened = opened.outer
-        return False
 
     def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
         """Note a saved handle whose body has ended."""
         call, region = op.call, self.region
-        call.number = node_number(op._ctx)
+        del region.tape.entered[op.entered :]  # replay does not come there; but to those of a body that raised
         call.end = len(region.tape.saved)
-        self.skipped_any = True
         calling = self.calling
         if calling is None:
             if self.draws is not None:
@@ -715,23 +711,11 @@ class Recorder:
 
     def _know_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
         """Know the outputs of a handle again, without holding them: few are read by what replay runs."""
-        self.has_handles = True
-        writers, inputs = self.storages.writers, self.region.inputs
-        out = outs[0]
-        if len(outs) == 1 and type(out) is Tensor and out._base is None and out.layout is strided:  # what most are
-            call.outputs, call.alive = (ref(out),), (StorageWeakRef(out.untyped_storage()),)
-            if (key := storage_key(out)) not in writers and not inputs.contains(out):
-                writers[key] = call, 0
-                return
-        call.outputs = [ref(out) for out in outs]
-        call.alive = [_weak(out) for out in outs]
         for place, out in enumerate(outs):
-            for key in keys_of(out):
-                known = writers.get(key)
-                if out._base is not None or inputs.contains(out) or (known is not None and not _is_gone(*known)):
-                    self._views.setdefault(key, []).append((call, place))
-                else:
-                    writers[key] = call, place
+            for part in parts_of(out):
+                if (storage := _weak(part)) is not None:
+                    self._known.append(storage)
+                    self.by_handles.setdefault(storage.cdata, []).append((call, place))
 
     def know_parameters(self, args: Sequence[Any]) -> None:
         """Let the parameters among a handle's inputs stay, which is to be offloaded."""
@@ -755,22 +739,12 @@ class Recorder:
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
-        self.opened = self.calling = None
+        self.opened, self.calling = [], None
         self.runs = []
-        for call in self.entries:
-            if type(call) is Call and call.outputs:
-                call.outputs, call.alive = (), ()
+        self.by_handles, self._known = {}, []
         self.saving = self._given = None
         self.named = ()
         del self.mode, self.departures
-
-
-def _is_gone(entry: Entry, place: int, tensor: Tensor | None = None) -> bool:
-    """Whether the output of a handle is gone, and is not this tensor: another may have its address."""
-    if type(entry) is not Call or not entry.alive or (tensor is not None and entry.outputs[place]() is tensor):
-        return False
-    alive = entry.alive[place]
-    return alive is not None and alive.expired()
 
 
 def _weak(tensor: Tensor) -> StorageWeakRef | None:

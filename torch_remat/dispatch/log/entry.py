@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import optree
 import torch
@@ -196,17 +195,17 @@ class Call(Entry):
         drawn: Where the call left the random generators, if it drew numbers.
         answers: The ops of a native region, in order, each with its results; None for other calls.
         plain: The outputs of a handle that are not differentiable.
-        outputs: Weak references to a handle's outputs, until forward ends.
-        alive: Weak references to their storages: the addresses may come again.
+        inputs: What is kept of those arguments that are outputs of handles, by their number, if replay runs the call.
         views: Which of them are views.
-        shown: Those of the kept ones that recomputed code gets in place of the placeholder.
-        number: The number of the first autograd node that it may have made.
         touched: Whether it modified something created outside the region.
         wrote: The tensors created outside the region that it modified and that replay cannot put back, by name.
         modified: Arguments and variables that it modified, by place, with weak references to their storages: replay
             runs it whole if it has others there, which the region makes.
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
+        function_number: How many calls of its torch function came before it, if a policy that lists it has made it.
+        held: What a call of a torch function returned, with versions, until forward ends.
+        casts: Which of its arguments autocast casts before it runs, by place; None without autocast.
         is_saved: Whether it keeps what it has saved; decided at the end of forward, if its policy says so.
     """
 
@@ -225,15 +224,15 @@ class Call(Entry):
     drawn: RngState | None = None
     answers: Sequence[Entry] | None = None
     plain: Sequence[int] = ()
-    outputs: Sequence[ref[torch.Tensor]] = ()
-    alive: Sequence[StorageWeakRef | None] = ()
+    inputs: Mapping[int, Slot] = _NONE
     views: Sequence[int] = ()
-    shown: frozenset[int] = NOTHING
-    number = 0
     touched = higher = False
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
+    function_number = -1
+    held: Sequence[tuple[torch.Tensor, int]] = ()
+    casts: Sequence[int] | None = None
     is_saved = True
 
     def __init__(self, name: str, policy: CheckpointPolicy, function: Any = None) -> None:
@@ -264,8 +263,7 @@ class Call(Entry):
         """Drop what only a further replay would need; reports still ask for the saved tensors that replay has."""
         if self.drawn is not None:
             self.drawn = self.before = None
-        if self.kept:
-            self.kept = _NONE
+        self.kept = self.inputs = _NONE
         if self.answers is not None:
             self.answers = ()
 

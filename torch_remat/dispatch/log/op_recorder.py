@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,6 +64,7 @@ class Log(Protocol):
 
     departures: Departures
     entries: list[Entry]
+    opened: list[tuple[ref[Any], Call]]
     storages: Storages
     results: Results
 
@@ -70,9 +72,8 @@ class Log(Protocol):
     def region(self) -> OpenRegionLike:
         """The region."""
 
-    @property
-    def opened(self) -> Opened | None:
-        """The handle that was begun last and has not ended."""
+    def body(self) -> object:
+        """Return the handle whose body runs."""
 
     def is_in_skipped_body(self) -> bool:
         """Whether the body of a saved handle runs."""
@@ -82,13 +83,6 @@ class Log(Protocol):
 
     def note_readers(self, tensors: Iterable[Any]) -> None:
         """Note that replay reads tensors here."""
-
-
-class Opened(Protocol):
-    """What the ops ask of a handle that has not ended; see `call.handle.ForwardOp`."""
-
-    def is_running(self) -> bool:
-        """Whether its body is on this thread's stack."""
 
 
 class OpRecorder:
@@ -131,7 +125,7 @@ class OpRecorder:
                 owner.note_readers([tensor for tensor in tensors_in(args, kwargs) if type(tensor) in USUAL])
                 return op(*args, **kwargs)
             keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
-            if not kind or unread or waiting or owner.opened is not None:
+            if not kind or unread or waiting or owner.opened:
                 return self._watch_odd(op, args, kwargs)
             # It computes new tensors or returns views, and does nothing else.
             entry = _new(make)
@@ -229,8 +223,7 @@ class OpRecorder:
             entry.before = before
         if kind != ONE or not self._storages.note_ordinary(entry, args, result):
             self._note_odd(entry, args, kwargs, result)
-        opened = self._owner.opened
-        entry.always = opened is not None and opened.is_running()
+        entry.always = self._owner.body() is not None
         context = OpContext(returned, None if counts is None else entry)
         self._decide(entry, self._decider.decide(context, op, args, kwargs))
         changed = entry.changed_arguments(args, kwargs) if entry.writes else []

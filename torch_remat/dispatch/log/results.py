@@ -76,10 +76,6 @@ class Results:
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
         self._reshaped = True  # the tensor may be a view of the result
 
-    def hold(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
-        """Hold a result until forward ends, since something reads it that replay may run."""
-        self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
-
     def is_any_written(self, entry: Entry) -> bool:
         """Whether a result of a call was modified in place since."""
         for tensor, version in self._held.get(entry, _NONE).values():

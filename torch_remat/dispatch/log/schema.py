@@ -7,6 +7,7 @@ whether it may draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,7 @@ def _read(op: Any) -> Effects:
     )
 
 
+@cache
 def may_draw(name: str) -> bool:
     """Whether a function of torch's own may draw random numbers, as its ops' tags and parameters tell."""
     packet = getattr(torch.ops.aten, name, None)

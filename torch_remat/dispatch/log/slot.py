@@ -56,9 +56,12 @@ class Slot:
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
+        sources: If the reader of a handle's output keeps it: the handles that made what is in its storage, the last one
+            last, each with the name of the output.
     """
 
     # What most slots have none of is not set for each.
+    sources: Sequence[tuple[str, str]] = (("", ""),)
     _requires_grad = False
     _aliases: Sequence[tuple[torch.Tensor, int]] = ()
     _unpack: Callable[[Any], torch.Tensor] | None = None

@@ -32,6 +32,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish, judge
+from torch_remat.dispatch.call.functions import Noting, noting
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.check.samples import (
     UNKNOWN_TO_PYTHON,
@@ -59,6 +60,7 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.log.entry import Call
+from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
@@ -73,6 +75,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     """Run a function as a checkpointed region and return its output."""
     if is_transformed():
         return run_transformed(function, args, kwargs, options)
+    for chosen in options.modules:
+        chosen.enter(function, args)
     parent, budget = current_mode(), keeping.get()
     if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
         return run(function, args, kwargs)
@@ -95,7 +99,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         if is_watched():
             mode.observed = observed = watch(mode)
             contexts = (observed, *contexts)
-        output = mode.run(function, args, kwargs, (mode.pack_hook(), read), contexts)
+        run = function if mode.functions is None else partial(mode.functions.around, function)
+        output = mode.run(run, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         mode.finish(nodes)
         if region.tape.others and parent is not None and not is_part:
@@ -159,6 +164,7 @@ class Recording(RematMode):
     replaying = False
     ops: Recorder | None = None
     _value_of: ValueOf | None = None  # what the determinism check compares
+    functions: Noting | None = None  # calls of functions, if the policy names some
     _keeps = False  # whether a budget may keep saved tensors
     _noted: list[ref[Any]]  # these
 
@@ -191,6 +197,8 @@ class Recording(RematMode):
             self.ops = Recorder(self, region)
             self.ops.watch_all(region.options.policy)
             self.lets_compiled_code_run = CompiledCode.is_noticed
+        if (chosen := region.options.functions) is not None:
+            self.functions = noting(self, self.ops_now, chosen)
         return contexts
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -392,6 +400,8 @@ class Recording(RematMode):
             values.clear()
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
+        if self.functions is not None:
+            self.functions.finish()
         region.finished = True
 
     def _values(self) -> list[tuple[ref[Holder], Tensor | None]]:
@@ -404,13 +414,19 @@ class Recording(RematMode):
 
         Afterwards only what the region's outputs lead to is alive.
         """
+        calls = self.region.tape.functions.values()
+        made = {key for call in calls if call.is_saved for _, key in call.made} if calls else set[int]()
         for entry in self.region.tape.saved:
             if type(entry) is ref:
                 if (holder := entry()) is None or (value := holder.value) is None:
                     continue
                 if value._version != holder.metadata[0]:
                     mark_changed(holder)
-                if type(holder) is OpHolder and holder.resident and holder.unpack is None:
+                if type(holder) is OpHolder:
+                    stays = holder.resident and holder.unpack is None
+                else:
+                    stays = len(made) > 0 and key_of(value) in made  # by a function: its result stays, too
+                if stays:
                     holder.value = self.alias_of(value)
                 else:
                     holder.value = None
@@ -437,6 +453,7 @@ class Recording(RematMode):
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
+        self.functions = None
         if self.observed is not None:
             self.observed = self.watcher = None
 

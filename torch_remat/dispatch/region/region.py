@@ -44,6 +44,7 @@ from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.log.entry import Entry
+    from torch_remat.dispatch.log.slot import Slot
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -63,11 +64,13 @@ class Tape:
         saved: For each saved tensor a weak reference to its holder; for a parameter, or a view of one, the parameter;
             a `ResidentRef` for one that is kept, though replay saves it again; None for a view of a parameter that an
             argument brings.
+        functions: The calls of torch functions that a policy keeps, by function and number.
         layouts: For views of parameters among these, by place, their layout there.
         buffers: The places of tensors without a `grad_fn`, which the op that saves them may fill later.
         records: The calls by name, in order.
         others: Of what it saved and did not make, under hooks of others, and of what inner regions did, in order:
             weak references to holder and tensor, and the tensor's version.
+        entered: What inner regions got from handles, by the number of the argument: for each after the first call.
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
     """
@@ -75,6 +78,8 @@ class Tape:
     __slots__ = (
         "buffers",
         "calls",
+        "entered",
+        "functions",
         "layouts",
         "others",
         "records",
@@ -87,20 +92,31 @@ class Tape:
         self.layouts: dict[int, Layout] = {}
         self.buffers: set[int] = set()
         self.records: dict[str, Call] = {}
+        self.functions: dict[tuple[Any, int], Call] = {}
         self.others: list[Other] = []
+        self.entered: list[Mapping[int, Slot]] = []
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
 
     def last_place(self, hooks: object, early_stop: bool) -> int:
         """Return, at the end of forward, the place to which a replay goes; -1 if none is needed; see `may_need`."""
-        skipped = {place for call in self.ranges() for place in range(call.start, call.end)}
+        skipped, waits = set[int](), -1
+        for call in self.ranges():
+            skipped.update(range(call.start, call.end))
+            if any(hooks or one.holder() for one in call.waiting):
+                waits = max(waits, call.start)
         places = range(len(self.saved) - 1, -1, -1)
         last = next((place for place in places if place not in skipped and self.may_need(place, hooks)), -1)
-        return self.with_parameters(last) if early_stop or last < 0 else len(self.saved)
+        if not early_stop and max(last, waits) >= 0:
+            return len(self.saved)
+        return max(self.with_parameters(last), waits)
 
     def ranges(self) -> Iterator[Call]:
         """Yield the calls over whose tensors replay passes."""
-        return (call for call in self.records.values() if call.is_skipped)
+        for calls in (self.records, self.functions):
+            for call in calls.values():
+                if call.is_skipped:
+                    yield call
 
     def holders_to_fill(self) -> Iterator[Holder]:
         """Yield the live holders that a replay fills, in order."""
@@ -137,14 +153,15 @@ class Tape:
 
     def drawn_by_ops(self) -> list[RngState]:
         """Return the states in which ops left the generators that they drew from."""
-        return [record.drawn for record in self.records.values() if record.drawn is not None] if self.records else []
+        calls = (*self.records.values(), *self.functions.values())
+        return [call.drawn for call in calls if call.drawn is not None]
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
         self.calls = self.roots = ()
-        for call in self.records.values():
-            if call.kept or call.drawn is not None or call.answers is not None:  # of most handles nothing is
-                call.forget()
+        self.entered = []
+        for call in (*self.records.values(), *self.functions.values()):
+            call.forget()
 
     def may_need(self, place: int, hooks: object) -> bool:
         """Whether, at the end of forward, a replay may have to fill the holder at a place.
@@ -378,7 +395,7 @@ class Region:
         function = self.function  # of which no more than a name stays: it may own tensors
         self._past_name = function.__qualname__ if type(function) is FunctionType else default_name(function)
         self.parameters, self.samples, self.last_sample = (), Region.samples, None
-        if self.tape.records or self.tape.calls:
+        if self.tape.records or self.tape.calls or self.tape.functions:
             self.tape.forget_slots()
         self.inputs = self.function = self.hooks = self.rng = self.replay_context = self.ambient = None
         self.outside = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -27,6 +28,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
+from torch_remat.dispatch.call.functions import Functions, Giving
 from torch_remat.dispatch.check.compare import (
     another_parameter,
     is_same_leaf,
@@ -91,7 +93,7 @@ class Filling(Replaying):
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         self._end_at(last)
-        if tape.records or tape.calls:
+        if tape.records or tape.calls or tape.functions:
             self.ops = Answerer(self, self.region)
         if options is not DEFAULTS:
             check = options.determinism_check
@@ -134,7 +136,12 @@ class Filling(Replaying):
                 ):
                     contexts = self._contexts() + contexts
                 self._first_number = sequence_number()
-                self.run(region.function, args, kwargs, (self.pack_hook(), unpack), contexts)
+                function = region.function
+                if (chosen := region.options.functions) is not None:
+                    # Also where nothing is kept: what the compiler does depends on modes.
+                    seen = Functions(chosen) if self.ops is None else Giving(self, self.ops, chosen)
+                    function = partial(seen.around, function)
+                self.run(function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
                 if stop.replay is not self:
                     raise
@@ -247,6 +254,9 @@ class Filling(Replaying):
                         if position == last:
                             self._stop_at(position)
                         return value
+                elif holder is not None and ops is not None and ops.has_loaded(tensor) and holder.value is not None:
+                    self.position = position + 1  # what a function made is kept, and so is what autograd saves of it
+                    return holder.value
             elif position != last:
                 if entry is tensor or (
                     isinstance(entry, Tensor)
@@ -293,7 +303,8 @@ class Filling(Replaying):
                 value = self.alias_of(tensor)  # modified in place by what comes from it, it would own its own graph
             if holder is None:
                 return value
-            if type(holder) is OpHolder and (kept := holder.value) is not None:
+            is_again = self.ops is not None and self.ops.whole is not None  # what it keeps counts, if it is kept
+            if is_again and type(holder) is OpHolder and (kept := holder.value) is not None:
                 return kept if kept.shape == tensor.shape else value
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)

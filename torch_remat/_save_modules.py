@@ -1,0 +1,224 @@
+"""`save_modules`: what a region keeps, chosen by module.
+
+In: patterns on paths below the region's module, or classes. Kept: by policy the modules found, with their paths; on
+each of these a ``forward`` of its own, which is plain code where no region with such a policy runs. Out: in a region a
+call of such a module is one as of `remat.op`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch.compiler import is_compiling
+from torch.nn import Module
+
+from torch_remat._compiled import compiled_part
+from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
+from torch_remat.dispatch.mode import current_mode
+from torch_remat.errors import PolicyError, shown
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy
+
+_FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
+
+
+def save_modules(*patterns: Pattern) -> OpPolicy:
+    """Return a policy that saves what calls of certain modules save and return.
+
+    In a region with this policy a call of such a module is one as of `remat.op`, with the module's path as its name:
+    replay skips it. Outside of such regions the module runs as it is, and other modules never notice. The modules'
+    ``forward`` becomes an attribute of theirs, which copies of the model have, too.
+
+    Args:
+        *patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole path of a module below that
+            of the region, case included; ``*`` also stands for dots. Or classes: all their instances match.
+
+    Returns:
+        A policy for ``checkpoint(policy=...)`` and `checkpoint_modules`; ``|`` combines it with others.
+
+    Raises:
+        PolicyError: There is no pattern, or one is neither a string nor a class of modules. From `checkpoint` or
+            `checkpoint_modules`: one matches no module. From the region: its function is no module's and reaches none.
+        UsageError: From the region, if a call of such a module has effects other than its result; see `op`.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> y = remat.checkpoint(policy=remat.save_modules("0"))(block)(x)
+        >>> [op.name for op in remat.memory_report(y).regions[0].ops]
+        ['0']
+    """
+    for pattern in patterns:
+        is_class = isinstance(pattern, type) and issubclass(pattern, Module)
+        if not (is_class or (isinstance(pattern, str) and pattern)):
+            raise PolicyError(f"save_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
+    if not patterns:
+        raise PolicyError("save_modules() got no pattern", remedy=_FORM)
+    return ModulesPolicy(patterns)
+
+
+class ModulesPolicy(OpPolicy):
+    """Saves what calls of certain modules save and return.
+
+    Attributes:
+        names: The paths of the modules found so far.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self._patterns = tuple(patterns)
+        self._roots: WeakSet[Module] = WeakSet()
+        self.names: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"save_modules({', '.join(map(told, self._patterns))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModulesPolicy, (self._patterns,)
+
+    def modules(self) -> Sequence[ModulesPolicy]:
+        """Return it, since it chooses modules."""
+        return (self,)
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return nothing: in a compiled region the modules themselves are parts of one."""
+        return ()
+
+    def begin(self) -> Decider:
+        """Begin one forward: it says nothing of ops."""
+        return _NothingDecider()
+
+    def name_of(self, module: Module) -> str | None:
+        """Return the path of a module that it chooses; None for another."""
+        return self.names.get(module)
+
+    def take(self, roots: Mapping[str, Module]) -> None:
+        """Find the modules below those of some regions, by the regions' names.
+
+        Raises:
+            PolicyError: A pattern matches none of them.
+        """
+        named = [one for root in roots.values() for one in callable_modules(root)]
+        for pattern in self._patterns:
+            if not any(matches(name, module, pattern) for name, module in named):
+                kinds = " and ".join(dict.fromkeys(type(root).__name__ for root in roots.values()))
+                raise PolicyError(
+                    f"{self!r}: the pattern {told(pattern)} matches no module with a forward in {kinds}",
+                    remedy=near(pattern, named),
+                )
+        for root in roots.values():
+            self._roots.add(root)
+            for name, module in callable_modules(root):
+                if any(matches(name, module, pattern) for pattern in self._patterns):
+                    self.names[module] = name
+                    _keep_calls_of(module)
+
+    def enter(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> None:
+        """Find the modules of a region that begins, unless its module is known."""
+        roots = {str(at): root for at, root in enumerate(_modules_of(function, args))}
+        if new := {name: root for name, root in roots.items() if root not in self._roots}:
+            self.take(new)
+        elif not roots:
+            raise PolicyError(
+                f"{self!r} is the policy of a region whose function is no module's and reaches none",
+                remedy="Checkpoint a module, or its forward; or keep a call by remat.op(module, 'name')(x).",
+            )
+
+    def forget(self, roots: Sequence[Module]) -> None:
+        """Make the modules below those of some regions what they were."""
+        for root in roots:
+            self._roots.discard(root)
+            for _, module in callable_modules(root):
+                if self.names.pop(module, None) is not None and isinstance(kept := module.forward, KeptForward):
+                    kept.remove()
+
+
+class _NothingDecider(Decider):
+    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
+        return (Decision.PREFER_RECOMPUTE,)
+
+
+class KeptForward(OfModule):
+    """The ``forward`` of a module that regions may keep; it is an attribute of the module.
+
+    Args:
+        module: The module.
+        earlier: What was the module's ``forward`` before, unless that is the one of its class.
+    """
+
+    __slots__ = ("earlier",)
+
+    def __init__(self, module: Module | None, earlier: Callable[..., Any] | None = None) -> None:
+        super().__init__(module)
+        self.earlier = earlier
+
+    def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
+        """Return all but the module."""
+        return (self.earlier if memo is None else deepcopy(self.earlier, memo),)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What was ``forward`` before, whose signature this has."""
+        if self.earlier is not None:
+            return self.earlier
+        module = self.module
+        forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
+        return partial(forward, module) if is_compiling() else MethodType(forward, module)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, as a call that is kept if the region's policy says so."""
+        forward = self.__wrapped__
+        if is_compiling():
+            return compiled_part(CheckpointPolicy.SAVE, forward, args, kwargs)
+        mode = current_mode()
+        chosen = () if mode is None else mode.region.options.modules
+        for policy in chosen:
+            if mode is not None and (name := policy.name_of(self.module)) is not None:
+                return mode.run_named(name, CheckpointPolicy.SAVE, forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Make the module what it was."""
+        module = self.module
+        if vars(module).get("forward") is not self:
+            return
+        if self.earlier is None:
+            del module.forward
+        else:
+            module.forward = self.earlier
+
+
+def _keep_calls_of(module: Module) -> None:
+    forward = vars(module).get("forward")
+    while isinstance(inner := forward, OfModule):
+        if isinstance(inner, KeptForward):
+            return
+        forward = getattr(inner, "earlier", None)
+    module.forward = KeptForward(module, vars(module).get("forward"))
+
+
+def _modules_of(function: Any, args: Sequence[Any]) -> Iterator[Module]:
+    """Yield the module of a region's function, or those that a function closes over, names or is given first."""
+    while isinstance(function, partial):
+        args, function = (*function.args, *args), function.func
+    if isinstance(function, OfModule):
+        function = function.module
+    owner = function if isinstance(function, Module) else getattr(function, "__self__", None)
+    if isinstance(owner, Module):
+        yield owner
+        return
+    found: list[Any] = [*args[:1]]
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not set yet
+                found.append(cell.cell_contents)
+        names = function.__code__.co_names
+        found += [function.__globals__[name] for name in names if name in function.__globals__]
+    yield from {id(one): one for one in found if isinstance(one, Module)}.values()

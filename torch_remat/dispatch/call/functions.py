@@ -1,0 +1,388 @@
+"""Calls of functions of torch that a policy keeps, found by a mode for torch functions.
+
+In: what user code calls in a region whose policy lists functions. Kept: of a chosen call what it saved, and what it
+returned if replay goes on past it. Out: in replay, these results in place of the call.
+
+NOTE [ Functions ]
+1. All that other calls cost is one look-up. Both phases count the calls of each chosen function; the same number of the
+   same function, at the same place of the tape, with tensors of the same shapes, is the same call.
+2. A call is judged after it ran. Any doubt means that replay runs it, as if nobody had chosen it: it modified an
+   argument, returned one or a view of one, or something else than tensors; its result was modified since, or there was
+   access to its memory (``.numpy()``, ``data_ptr()``), which no version counter shows. So nothing is said about it.
+3. Arguments of the call wait, as for any saved call; but what an earlier kept call made is kept.
+4. Under autocast a kept call would keep the casts that it makes of its arguments: these are made before it.
+5. Not seen as calls: what stands in an inner region, under a transform, without gradients, or in code that is compiled.
+   Functions in Python that call others are opened: `policies.functions.opened_around`.
+6. A function in Python, and an op, may run anything: it is a call as those of `remat.op`, also beside a policy for ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from sys import _getframe
+from types import BuiltinFunctionType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from torch_remat._compat import (
+    POINTER_FUNCTIONS,
+    any_autocast_enabled,
+    is_dynamo_compiling,
+    is_transformed,
+    keep_from_compiler,
+    storage_key,
+)
+from torch_remat.dispatch.call.answerer import Answerer
+from torch_remat.dispatch.call.call import Given
+from torch_remat.dispatch.call.recorder import Recorder
+from torch_remat.dispatch.call.result import flatten, identity_of, is_flat, kept_or_stand_in
+from torch_remat.dispatch.log.entry import FIRST, Call
+from torch_remat.dispatch.log.meta import key_of, parts_of
+from torch_remat.dispatch.log.schema import may_draw
+from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
+from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.errors import Carried, RematError
+from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.functions import name_of, opened_around
+from torch_remat.policies.kinds import KeptFunctions
+from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
+
+_new = object.__new__  # as in the recorder
+_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # which run no Python of users
+# What autocast runs in a smaller dtype on each device, and casts anew for each call.
+_CAST = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention"))
+Act = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Functions(TorchFunctionMode):
+    """The calls of functions in one phase of a region, as the innermost mode for torch functions."""
+
+    table: Mapping[Any, Act] = MappingProxyType({})
+
+    def __init__(self, chosen: KeptFunctions) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self._about = _about(chosen)
+        self._counts: dict[Any, int] = {}
+
+    @keep_from_compiler
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, or do with it what the policy says."""
+        if is_dynamo_compiling():  # the compiler traces this, too
+            return func(*args, **kwargs) if kwargs else func(*args)
+        act = self.table.get(func)
+        if act is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return act(self, func, args, kwargs or {})
+
+    def around(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the region's function, and see the functions that it calls."""
+        with self:
+            return function(*args, **kwargs)
+
+    def open(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function in Python so that the functions are seen that it calls."""
+        with self:
+            return _opened_by(self)[func](*args, **kwargs)
+
+    def count(self, func: Any) -> int:
+        """Return how many calls of a function came before this one."""
+        number = self._counts[func] = self._counts.get(func, -1) + 1
+        return number
+
+
+class Noting(Functions):
+    """The calls of functions in forward."""
+
+    def __init__(self, mode: RematMode, log: Callable[[], Recorder], chosen: KeptFunctions) -> None:
+        super().__init__(chosen)
+        self._mode, self._log = mode, log
+        self.table = _table_of(chosen, "forward")
+        self._path = ModulePath(cast("Callable[..., Any]", mode.region.function))
+        self._named: dict[str, int] = {}
+
+    def around(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the region's function, and see the functions that it calls."""
+        self._path.end = _getframe()
+        try:
+            return super().around(function, *args, **kwargs)
+        finally:
+            self._path.end = None
+
+    def finish(self) -> None:
+        """Take note that forward is over."""
+
+    def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function that gives access to the memory of a tensor."""
+        for arg in args:
+            for part in parts_of(arg) if isinstance(arg, Tensor) else ():
+                storage = StorageWeakRef(part.untyped_storage()) if part.layout is torch.strided else None
+                self._log().pointed[key_of(part)] = storage
+        return func(*args, **kwargs)
+
+    def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a chosen function, and note the call."""
+        log = self._log()
+        if (
+            current_mode() is not self._mode
+            or log.calling is not None
+            or not torch.is_grad_enabled()
+            or is_transformed()
+            or kwargs.get("out") is not None
+            or (len(log.opened) > 0 and log.is_in_skipped_body())
+        ):
+            return func(*args, **kwargs)
+        number = self.count(func)
+        name = self._name_of(func)
+        policy = CheckpointPolicy.OFFLOAD if self.chosen.decisions[func].offloads else CheckpointPolicy.SAVE
+        if self.chosen.left_out and any(fnmatchcase(name, pattern) for pattern in self.chosen.left_out):
+            return func(*args, **kwargs)
+        if log.has_policy or type(func) not in _IN_C:
+            try:
+                return _run(log, name, policy, func, args, kwargs)
+            finally:
+                if (record := log.region.tape.records.get(name)) is not None:
+                    record.function_number = number
+        casts = None
+        if any_autocast_enabled():
+            args, kwargs, casts = _cast(func, args, kwargs)
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        call: Call = _new(Call)
+        call.name = call.group = name
+        call.policy, call.function, call.casts, call.waiting = policy, func, casts, ()
+        given = Given(None, leaves)
+        given.before, call.layout, call.reads = _taken(leaves)
+        log.open(call, given)
+        if log.draws is not None and self._about[func][1]:
+            log.draws.begin()
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            log.give_up(call)
+            raise
+        if self._note_result(call, result, given):
+            log.region.tape.functions[func, number] = call
+        else:
+            log.give_up(call)
+        return result
+
+    def _note_result(self, call: Call, result: Any, given: Given) -> bool:
+        """Note what a call returned; return False if replay is to run it."""
+        log, form = self._log(), None
+        leaves: Sequence[Any] = (result,)
+        if type(result) is not Tensor:
+            leaves, form = flatten(result)
+            if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+                return False
+        made = [_key_of(leaf) for leaf in leaves]
+        for tensor, version in given.before:
+            if version >= 0 and tensor._version != version:
+                return False
+        for at, key in enumerate(made):
+            if key in call.reads or key in made[:at]:
+                return False
+        log.settle()
+        if log.draws is not None and self._about[call.function][1]:
+            call.drawn = log.draws.end()
+        if form is not None and not form.is_leaf():
+            call.template = (form,)
+        call.gradients = [leaf.requires_grad for leaf in leaves]
+        call.held = [(self._mode.alias_of(leaf), version_of(leaf)) for leaf in leaves]
+        call.saved = FIRST if len(leaves) == 1 else frozenset(range(len(leaves)))
+        for key in made:
+            log.storages.note_one(call, key)
+        call.made = [(0, key) for key in made]
+        return True
+
+    def _name_of(self, func: Any) -> str:
+        stem = self._path.of(_getframe(3)) + self._about[func][0]
+        number = self._named[stem] = self._named.get(stem, -1) + 1
+        return f"{stem}_{number}"
+
+
+class First(Noting):
+    """The calls of functions in the first forward of a region's code under a policy: what is not called is said."""
+
+    def __init__(self, mode: RematMode, log: Callable[[], Recorder], chosen: KeptFunctions) -> None:
+        super().__init__(mode, log, chosen)
+        self._ran: dict[str, None] = {}
+
+    @keep_from_compiler
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note that a function runs."""
+        if not is_dynamo_compiling() and not name_of(func).startswith("__"):
+            self._ran[name_of(func)] = None
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def finish(self) -> None:
+        """Say which of the functions did not run, once for each code."""
+        region, policy = self._mode.region, self.chosen.policy
+        code = identity_of(region.function)
+        note_known(self.chosen.tables, code)
+        if not is_new(policy, code):
+            return
+        kinds = [kind for kind in policy.kinds() if kind.functions()]
+        every, listed = (
+            list(dict.fromkeys(name for kind in some for name in kind.op_names()))
+            for some in (kinds, [kind for kind in kinds if not kind.is_ready])
+        )
+        selects = region.options.policy is not None or not self._ran.keys().isdisjoint(every)
+        note_first_functions(policy, code, region.name, listed if selects else every, list(self._ran), selects)
+
+
+def noting(mode: RematMode, log: Callable[[], Recorder], chosen: KeptFunctions) -> Noting:
+    """Return what notes the calls of functions in a region's forward; ``log`` makes its log, if nothing else has."""
+    return (Noting if is_known(chosen.tables, identity_of(mode.region.function)) else First)(mode, log, chosen)
+
+
+class Giving(Functions):
+    """The calls of functions in replay."""
+
+    def __init__(self, replay: Replaying, ops: Answerer, chosen: KeptFunctions) -> None:
+        super().__init__(chosen)
+        self._replay, self._ops = replay, ops
+        self._calls = ops.region.tape.functions
+        self._named = {call.name: call for call in ops.region.tape.records.values()}
+        self.table = _table_of(chosen, "replay")
+
+    def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a chosen function returned in forward, or run it."""
+        replay, ops = self._replay, self._ops
+        if (
+            current_mode() is not replay
+            or replay.over
+            or ops.native is not None
+            or ops.whole is not None
+            or not torch.is_grad_enabled()
+            or is_transformed()
+            or kwargs.get("out") is not None
+        ):
+            return func(*args, **kwargs)
+        number = self.count(func)
+        if (name := ops.next_name()) is not None and ops.is_next(func, number):
+            return _run(ops, name, ops.next_policy(), func, args, kwargs)
+        call = self._calls.get((func, number))
+        if call is None or not call.is_saved or len(call.kept) != len(call.gradients):
+            return func(*args, **kwargs)
+        if call.casts is not None:
+            args, kwargs, _ = _cast(func, args, kwargs, call.casts)
+        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        if replay.position != call.start or _layout_of(leaves) != call.layout:
+            return func(*args, **kwargs)
+        ops.come_to(call, leaves)
+        ops.leave(call)
+        made = [kept_or_stand_in(ops, call, place) for place in range(len(call.gradients))]
+        return optree.tree_unflatten(call.template[0], made) if call.template else made[0]
+
+
+def _run(
+    log: Any, name: str, policy: CheckpointPolicy, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a call as one of `remat.op`: a TypeError is carried past torch's operators, which take it for their own."""
+    try:
+        return log.run(False, name, policy, func, args, kwargs)
+    except TypeError as error:
+        if isinstance(error, RematError):
+            raise Carried(error) from None
+        raise
+
+
+def _table_of(chosen: KeptFunctions, phase: str) -> Mapping[Any, Act]:
+    """Return what is done with each function in a phase."""
+    if (table := chosen.tables.get(phase)) is None:
+        opened = chosen.tables["opened"] = opened_around(tuple(chosen.decisions))
+        acts: dict[Any, Act] = dict.fromkeys(opened, Functions.open)
+        if phase == "forward":
+            acts |= dict.fromkeys(POINTER_FUNCTIONS, Noting.watch)
+        acts |= dict.fromkeys(chosen.decisions, Noting.keep if phase == "forward" else Giving.give)
+        table = chosen.tables[phase] = acts
+    return table
+
+
+def _about(chosen: KeptFunctions) -> Mapping[Any, tuple[str, bool]]:
+    """Return the name of each function, and whether it may draw random numbers."""
+    if (about := chosen.tables.get("about")) is None:
+        names = {function: name_of(function) for function in chosen.decisions}
+        about = chosen.tables["about"] = {function: (name, may_draw(name)) for function, name in names.items()}
+    found: Mapping[Any, tuple[str, bool]] = about
+    return found
+
+
+def _opened_by(mode: Any) -> Mapping[Any, Callable[..., Any]]:
+    opened: Mapping[Any, Callable[..., Any]] = mode.chosen.tables["opened"]
+    return opened
+
+
+def _taken(leaves: Sequence[Any]) -> tuple[list[tuple[Tensor, int]], Sequence[Any], Sequence[int]]:
+    """Return the tensors among arguments with their versions, what `_layout_of` does, and their storages."""
+    try:
+        given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+    except RuntimeError:  # those of inference mode count no changes
+        given = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+    return given, _layout_of(leaves), [_key_of(tensor) for tensor, _ in given]
+
+
+def _layout_of(leaves: Sequence[Any]) -> Sequence[Any]:
+    """Return what distinguishes calls of one function: an odd one in one phase must not take the place of another."""
+    try:
+        return [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
+        ]
+    except RuntimeError:  # sparse tensors have no strides
+        return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _key_of(tensor: Tensor) -> int:
+    try:
+        return storage_key(tensor) if type(tensor) is Tensor or type(tensor) is Parameter else key_of(tensor)
+    except (RuntimeError, NotImplementedError):  # of a layout without a storage
+        return key_of(tensor)
+
+
+def _cast(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_forward: Sequence[int] | None = None
+) -> tuple[Sequence[Any], Mapping[str, Any], Sequence[int] | None]:
+    """Return the arguments as autocast gives them to a function, and which leaves it casts; None without autocast.
+
+    Casts of leaves that require a gradient stay where they are: autocast makes one for all calls.
+
+    Args:
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        as_forward: Which leaves forward has cast.
+    """
+    if name_of(func) not in _CAST or (not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled()):
+        return args, kwargs, None
+    leaves = leaves_of(args, kwargs)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None or not torch.is_autocast_enabled(first.device.type) or first.dim() < 2:
+        return args, kwargs, None
+    dtype, places = torch.get_autocast_dtype(first.device.type), as_forward
+    if places is None:
+        places = [place for place, leaf in enumerate(leaves) if _is_cast(leaf)]
+        if any(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves) and name_of(func) != "linear":
+            return args, kwargs, None
+    for place in places:
+        leaves[place] = leaves[place].to(dtype)
+    args, kwargs = with_leaves(args, kwargs, leaves)
+    return args, kwargs, places
+
+
+def _is_cast(leaf: Any) -> bool:
+    if type(leaf) is not Tensor or leaf.dtype is not torch.float32:
+        return False
+    return not (leaf.is_leaf and leaf.requires_grad)
