@@ -22,7 +22,7 @@ from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
 from torch_remat.dispatch.log.readers import readers_in
-from torch_remat.dispatch.log.slot import Slot, slot_for, version_of
+from torch_remat.dispatch.log.slot import Slot, slot_for
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -84,9 +84,13 @@ def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
 def _give_up_changed(log: Recorder) -> None:
     """Let replay run the calls of functions whose results were modified, or may have been."""
     for call in log.region.tape.functions.values():
-        changed = any(version_of(alias) != version for alias, version in call.held)
-        if changed or any(key in log.pointed for _, key in call.made):
-            log.give_up(call)
+        for alias, version in call.held:
+            if alias._version != version:
+                log.give_up(call)
+        for _, key in call.made if log.pointed else ():
+            if key in log.pointed:
+                log.give_up(call)
+        if not call.is_saved:
             call.held = ()
 
 

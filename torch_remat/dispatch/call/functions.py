@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from sys import _getframe
 from types import BuiltinFunctionType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -42,11 +42,10 @@ from torch_remat._compat import (
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.call import Given
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.call.result import flatten, identity_of, is_flat, kept_or_stand_in
+from torch_remat.dispatch.call.result import flatten, identity_of, kept_or_stand_in
 from torch_remat.dispatch.log.entry import FIRST, Call
-from torch_remat.dispatch.log.meta import key_of, parts_of
+from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.schema import may_draw
-from torch_remat.dispatch.log.slot import version_of
 from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
@@ -57,6 +56,8 @@ from torch_remat.policies.kinds import KeptFunctions
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
 
 _new = object.__new__  # as in the recorder
+_PLAIN = frozenset((Tensor, Parameter))
+_FLAT = frozenset((*_PLAIN, int, float, bool, str, type(None)))
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # which run no Python of users
 # What autocast runs in a smaller dtype on each device, and casts anew for each call.
 _CAST = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention"))
@@ -96,11 +97,6 @@ class Functions(TorchFunctionMode):
         with self:
             return _opened_by(self)[func](*args, **kwargs)
 
-    def count(self, func: Any) -> int:
-        """Return how many calls of a function came before this one."""
-        number = self._counts[func] = self._counts.get(func, -1) + 1
-        return number
-
 
 class Noting(Functions):
     """The calls of functions in forward."""
@@ -109,6 +105,7 @@ class Noting(Functions):
         super().__init__(chosen)
         self._mode, self._log = mode, log
         self.table = _table_of(chosen, "forward")
+        self._left_out = chosen.left_out
         self._path = ModulePath(cast("Callable[..., Any]", mode.region.function))
         self._named: dict[str, int] = {}
 
@@ -139,74 +136,91 @@ class Noting(Functions):
             or log.calling is not None
             or not torch.is_grad_enabled()
             or is_transformed()
-            or kwargs.get("out") is not None
-            or (len(log.opened) > 0 and log.is_in_skipped_body())
+            or (kwargs and kwargs.get("out") is not None)
+            or (log.opened and log.is_in_skipped_body())
         ):
             return func(*args, **kwargs)
-        number = self.count(func)
+        number = self._counts[func] = self._counts.get(func, -1) + 1
         name = self._name_of(func)
-        policy = CheckpointPolicy.OFFLOAD if self.chosen.decisions[func].offloads else CheckpointPolicy.SAVE
-        if self.chosen.left_out and any(fnmatchcase(name, pattern) for pattern in self.chosen.left_out):
+        if self._left_out and any(fnmatchcase(name, pattern) for pattern in self._left_out):
             return func(*args, **kwargs)
-        if log.has_policy or type(func) not in _IN_C:
-            try:
-                return _run(log, name, policy, func, args, kwargs)
-            finally:
-                if (record := log.region.tape.records.get(name)) is not None:
-                    record.function_number = number
+        about = self._about[func]
+        if log.has_policy or not about.is_in_c:
+            return self._run(name, number, about.policy, func, args, kwargs)
         casts = None
         if any_autocast_enabled():
             args, kwargs, casts = _cast(func, args, kwargs)
-        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        leaves = args if not kwargs and _FLAT.issuperset(map(type, args)) else leaves_of(args, kwargs)
         call: Call = _new(Call)
         call.name = call.group = name
-        call.policy, call.function, call.casts, call.waiting = policy, func, casts, ()
-        given = Given(None, leaves)
-        given.before, call.layout, call.reads = _taken(leaves)
-        log.open(call, given)
-        if log.draws is not None and self._about[func][1]:
-            log.draws.begin()
+        call.policy, call.function, call.waiting = about.policy, func, ()
+        if casts is not None:
+            call.casts = casts
+        call.layout, before, reads = _taken(leaves)
+        draws = log.draws if about.draws else None
+        log.open(call, Given(None, leaves))
+        if draws is not None:
+            draws.begin()
         try:
             result = func(*args, **kwargs)
         except BaseException:
             log.give_up(call)
             raise
-        if self._note_result(call, result, given):
+        if self._note_result(log, call, result, before, reads):
+            if draws is not None:
+                call.drawn = draws.end()
             log.region.tape.functions[func, number] = call
         else:
             log.give_up(call)
         return result
 
-    def _note_result(self, call: Call, result: Any, given: Given) -> bool:
+    def _note_result(
+        self, log: Recorder, call: Call, result: Any, before: Sequence[tuple[Tensor, int]], reads: Sequence[int]
+    ) -> bool:
         """Note what a call returned; return False if replay is to run it."""
-        log, form = self._log(), None
         leaves: Sequence[Any] = (result,)
         if type(result) is not Tensor:
             leaves, form = flatten(result)
             if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
                 return False
-        made = [_key_of(leaf) for leaf in leaves]
-        for tensor, version in given.before:
-            if version >= 0 and tensor._version != version:
+            if not form.is_leaf():
+                call.template = (form,)
+        for tensor, version in before:
+            if tensor._version != version:
                 return False
-        for at, key in enumerate(made):
-            if key in call.reads or key in made[:at]:
+        made: dict[int, None] = {}
+        for leaf in leaves:
+            if (key := _key_of(leaf)) in reads or key in made:
                 return False
+            made[key] = None
         log.settle()
-        if log.draws is not None and self._about[call.function][1]:
-            call.drawn = log.draws.end()
-        if form is not None and not form.is_leaf():
-            call.template = (form,)
         call.gradients = [leaf.requires_grad for leaf in leaves]
-        call.held = [(self._mode.alias_of(leaf), version_of(leaf)) for leaf in leaves]
+        call.held = [(alias := self._mode.alias_of(leaf), alias._version) for leaf in leaves]
         call.saved = FIRST if len(leaves) == 1 else frozenset(range(len(leaves)))
-        for key in made:
-            log.storages.note_one(call, key)
         call.made = [(0, key) for key in made]
+        for key in made:
+            log.storages.writers[key] = call, 0
         return True
 
+    def _run(
+        self,
+        name: str,
+        number: int,
+        policy: CheckpointPolicy,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a function that may run anything as a call of `remat.op`."""
+        log = self._log()
+        try:
+            return _run(log, name, policy, func, args, kwargs)
+        finally:
+            if (record := log.region.tape.records.get(name)) is not None:
+                record.function_number = number
+
     def _name_of(self, func: Any) -> str:
-        stem = self._path.of(_getframe(3)) + self._about[func][0]
+        stem = self._path.of(_getframe(3)) + self._about[func].name
         number = self._named[stem] = self._named.get(stem, -1) + 1
         return f"{stem}_{number}"
 
@@ -255,7 +269,7 @@ class Giving(Functions):
         super().__init__(chosen)
         self._replay, self._ops = replay, ops
         self._calls = ops.region.tape.functions
-        self._named = {call.name: call for call in ops.region.tape.records.values()}
+        self._any_named = any(call.function_number >= 0 for call in ops.region.tape.records.values())
         self.table = _table_of(chosen, "replay")
 
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -268,24 +282,27 @@ class Giving(Functions):
             or ops.whole is not None
             or not torch.is_grad_enabled()
             or is_transformed()
-            or kwargs.get("out") is not None
+            or (kwargs and kwargs.get("out") is not None)
         ):
             return func(*args, **kwargs)
-        number = self.count(func)
-        if (name := ops.next_name()) is not None and ops.is_next(func, number):
+        number = self._counts[func] = self._counts.get(func, -1) + 1
+        if self._any_named and (name := ops.next_name()) is not None and ops.is_next(func, number):
             return _run(ops, name, ops.next_policy(), func, args, kwargs)
         call = self._calls.get((func, number))
         if call is None or not call.is_saved or len(call.kept) != len(call.gradients):
             return func(*args, **kwargs)
         if call.casts is not None:
             args, kwargs, _ = _cast(func, args, kwargs, call.casts)
-        leaves = args if is_flat(args, kwargs) else leaves_of(args, kwargs)
+        leaves = args if not kwargs and _FLAT.issuperset(map(type, args)) else leaves_of(args, kwargs)
         if replay.position != call.start or _layout_of(leaves) != call.layout:
             return func(*args, **kwargs)
         ops.come_to(call, leaves)
-        ops.leave(call)
+        if call.drawn is not None:
+            call.drawn.restore()
+        if not call.template:
+            return kept_or_stand_in(ops, call, 0)
         made = [kept_or_stand_in(ops, call, place) for place in range(len(call.gradients))]
-        return optree.tree_unflatten(call.template[0], made) if call.template else made[0]
+        return optree.tree_unflatten(call.template[0], made)
 
 
 def _run(
@@ -312,12 +329,23 @@ def _table_of(chosen: KeptFunctions, phase: str) -> Mapping[Any, Act]:
     return table
 
 
-def _about(chosen: KeptFunctions) -> Mapping[Any, tuple[str, bool]]:
-    """Return the name of each function, and whether it may draw random numbers."""
+class _About(NamedTuple):
+    """What is known of a function."""
+
+    name: str
+    policy: CheckpointPolicy
+    draws: bool  # whether it may draw random numbers
+    is_in_c: bool  # and runs no Python of users
+
+
+def _about(chosen: KeptFunctions) -> Mapping[Any, _About]:
     if (about := chosen.tables.get("about")) is None:
-        names = {function: name_of(function) for function in chosen.decisions}
-        about = chosen.tables["about"] = {function: (name, may_draw(name)) for function, name in names.items()}
-    found: Mapping[Any, tuple[str, bool]] = about
+        about = chosen.tables["about"] = {}
+        for function, decision in chosen.decisions.items():
+            name = name_of(function)
+            policy = CheckpointPolicy.OFFLOAD if decision.offloads else CheckpointPolicy.SAVE
+            about[function] = _About(name, policy, may_draw(name), type(function) in _IN_C)
+    found: Mapping[Any, _About] = about
     return found
 
 
@@ -326,13 +354,22 @@ def _opened_by(mode: Any) -> Mapping[Any, Callable[..., Any]]:
     return opened
 
 
-def _taken(leaves: Sequence[Any]) -> tuple[list[tuple[Tensor, int]], Sequence[Any], Sequence[int]]:
-    """Return the tensors among arguments with their versions, what `_layout_of` does, and their storages."""
+def _taken(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[Tensor, int]], Sequence[int]]:
+    """Return, of the tensors among arguments, what `_layout_of` does, their versions, and their storages."""
+    layout, before, reads = [], [], []
     try:
-        given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-    except RuntimeError:  # those of inference mode count no changes
-        given = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
-    return given, _layout_of(leaves), [_key_of(tensor) for tensor, _ in given]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                layout.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
+                before.append((leaf, leaf._version))
+                reads.append(storage_key(leaf))
+    except (RuntimeError, NotImplementedError):  # made in inference mode, or of a layout without strides or storage
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        counted = [(leaf, leaf._version) for leaf in given if not leaf.is_inference()]
+        return _layout_of(leaves), counted, [key for leaf in given for key in keys_of(leaf)]
+    if not _PLAIN.issuperset(map(type, [tensor for tensor, _ in before])):
+        reads = [key for tensor, _ in before for key in keys_of(tensor)]
+    return layout, before, reads
 
 
 def _layout_of(leaves: Sequence[Any]) -> Sequence[Any]:
