@@ -38,6 +38,7 @@ OURS_OP = "ours op"
 OURS_OP_CLOSURE = "ours op closure"
 OURS_POLICY = "ours policy"
 OURS_FUNCTION = "ours policy function"
+OURS_CALLS = "ours by function"
 BEFORE = "before"
 
 

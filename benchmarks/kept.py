@@ -1,8 +1,9 @@
 """The workloads in which some native ops are kept: by native regions, and by policies for whole regions.
 
 Each contender keeps the results of the same ops: all matrix products, or the attention. Selective activation
-checkpointing (SAC) gets a list of ops, and so do our policies; native regions, ours and those of 0.2.2, are written
-around the calls. A native region takes a function of torch's own, with its arguments, or one written in Python.
+checkpointing (SAC) gets a list of ops, and so do our policies by op; those by function get the functions that run these
+ops. Native regions, ours and those of 0.2.2, are written around the calls. A native region takes a function of torch's
+own, with its arguments, or one written in Python.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .contenders import (
     FLOOR,
     NONE,
     OURS,
+    OURS_CALLS,
     OURS_CLOSURE,
     OURS_FUNCTION,
     OURS_NATIVE,
@@ -49,6 +51,8 @@ KEPT_OPS = {
     "matmuls": [aten.addmm.default],
 }
 """The ops whose results are kept, as lists for SAC and for our policies."""
+
+ATTENTION = KEPT_OPS["attention"]
 
 RETAINED_BYTES = {
     "overhead": 1_792,
@@ -100,7 +104,8 @@ def _way_of_ours(contender: str, package: ModuleType, ops: list[Any]) -> Way:
         return Way(partial(region, package), partial(_closed, package))
     if contender in _CALLS:
         return Way(partial(region, package), partial(_CALLS[contender], package))
-    policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops)}[contender]
+    by_function = [F.scaled_dot_product_attention] if ops is ATTENTION else [F.linear, torch.matmul]
+    policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops), OURS_CALLS: by_function}[contender]
     return Way(partial(region, package, policy=policy), plainly)
 
 
@@ -111,7 +116,7 @@ def native_overhead() -> Workload:
 
 def policies_overhead() -> Workload:
     """The same, where a policy for the whole region chooses the ops."""
-    return _overhead("policies-overhead", OURS_POLICY, OURS_FUNCTION)
+    return _overhead("policies-overhead", OURS_POLICY, OURS_FUNCTION, OURS_CALLS)
 
 
 def native_blocks() -> Workload:
@@ -130,7 +135,7 @@ def native_blocks() -> Workload:
             h = wrap(function)(h)
         return h
 
-    chosen = {**_references(), **ways(KEPT_OPS["attention"], OURS_NATIVE, OURS_OP)}
+    chosen = {**_references(), **ways(ATTENTION, OURS_NATIVE, OURS_OP, OURS_CALLS)}
     return Workload(
         name="native-blocks",
         about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
@@ -152,8 +157,8 @@ WORKLOADS: dict[str, dict[str, Callable[[], Workload]]] = {
     "native-blocks": {"native-blocks": native_blocks},
     "policies": {
         "policies-overhead": policies_overhead,
-        "policies-attention": lambda: _transformer("policies-attention", "attention", OURS_POLICY),
-        "policies-matmuls": lambda: _transformer("policies-matmuls", "matmuls", OURS_POLICY),
+        "policies-attention": lambda: _transformer("policies-attention", "attention", OURS_POLICY, OURS_CALLS),
+        "policies-matmuls": lambda: _transformer("policies-matmuls", "matmuls", OURS_POLICY, OURS_CALLS),
     },
 }
 """By the name on the command line: workloads that are measured in the same rounds, by their own names."""

@@ -2,7 +2,8 @@
 
 The layers are handed arguments by keyword, tuples of tensors and None, as their models call them. Nothing is
 downloaded: models are built from their configurations. Each is measured twice: plain regions beside torch's checkpoint,
-and all matrix products kept by a policy, as a list and as a function, beside SAC with the same list.
+and all matrix products kept by a policy, as a list of ops, as a policy function, and by the functions that run them,
+beside SAC with the same list.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .contenders import (
     FLOOR,
     NONE,
     OURS,
+    OURS_CALLS,
     OURS_FUNCTION,
     OURS_POLICY,
     SAC,
@@ -81,6 +83,7 @@ MODELS = {
     "mixtral": Model("Mixtral", {**_LLAMA, "num_local_experts": 4}, {}, (2, 16), [MM, GROUPED_MM]),
     "llama-256": Model("Llama", {**_LLAMA, "hidden_size": 256, "intermediate_size": 1024}, {}, (2, 128), [MM]),
 }
+_POLICIES = (OURS_POLICY, OURS_FUNCTION, OURS_CALLS)
 TINY = tuple(name for name in MODELS if name != "llama-256")
 
 
@@ -115,9 +118,9 @@ def plain(name: str) -> Workload:
 def with_policy(name: str) -> Workload:
     """All matrix products kept."""
     wraps = full_recompute()
-    kept = {who: way.wrap for who, way in ways(MODELS[name].matmuls, OURS_POLICY, OURS_FUNCTION).items()}
+    kept = {who: way.wrap for who, way in ways(MODELS[name].matmuls, *_POLICIES).items()}
     contenders = {**{who: wraps[who] for who in (NONE, FLOOR)}, **kept}
-    return _workload(f"real-{name}-policy", name, contenders, (OURS_POLICY, OURS_FUNCTION), SAC)
+    return _workload(f"real-{name}-policy", name, contenders, _POLICIES, SAC)
 
 
 WORKLOADS: dict[str, dict[str, Callable[[], Workload]]] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple, Protocol
@@ -155,6 +155,7 @@ class OpPolicy(ABC):
     """
 
     expects_ops = is_ready = False
+    taken_apart: Split | None = None  # once `split` has done it
 
     def op_names(self) -> Sequence[str]:
         """Return the names of the ops that it lists."""
@@ -525,6 +526,12 @@ class Split(NamedTuple):
 
 def split(policy: OpPolicy) -> Split:
     """Take a policy apart."""
+    if policy.taken_apart is None:
+        policy.taken_apart = _split(policy)
+    return policy.taken_apart
+
+
+def _split(policy: OpPolicy) -> Split:
     modules = [one for part in policy.kinds() for one in part.modules()]
     found = [part for part in policy.kinds() if not part.modules()]
     if not found:
@@ -601,6 +608,16 @@ class _CombinedDecider(Decider):
         return next((error for decider in self._deciders if (error := decider.unmatched(known)) is not None), None)
 
 
+@lru_cache
+def _listed(policy: tuple[Any, ...]) -> OpPolicy:
+    """Return the policy that a list is; many write it anew in each step."""
+    functions = [one for one in policy if is_function(one)]
+    ops = [one for one in policy if not is_function(one)]
+    if ops and functions:
+        return Combined((FunctionsPolicy(functions), OpListPolicy(ops)))
+    return FunctionsPolicy(functions) if functions else OpListPolicy(ops)
+
+
 def as_policy(policy: Any) -> OpPolicy:
     """Return what a user gave as a policy in the form that the runtime asks.
 
@@ -614,11 +631,12 @@ def as_policy(policy: Any) -> OpPolicy:
             names = [name_of(one) for one in policy if not isinstance(one, OperatorBase | OpOverloadPacket)]
             listed = OpListPolicy([one for one in policy if isinstance(one, OperatorBase | OpOverloadPacket)])
             return Combined((OpsOfFunctions(names), listed)) if names else listed
-        functions = [one for one in policy if is_function(one)]
-        ops = [one for one in policy if not is_function(one)]
-        if ops and functions:
-            return Combined((FunctionsPolicy(functions), OpListPolicy(ops)))
-        return FunctionsPolicy(functions) if functions else OpListPolicy(ops)
+        try:
+            return _listed(tuple(policy))
+        except TypeError as error:
+            if isinstance(error, PolicyError):
+                raise
+            raise not_seen(next(one for one in policy if not isinstance(one, Hashable))) from None
     if is_function(policy):
         return FunctionsPolicy([policy])
     if isinstance(policy, OperatorBase | OpOverloadPacket):
