@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.compiler import is_compiling
 from torch.nn import Module
 
+from torch_remat._compat import WRAPPED_BY_COMPILE
 from torch_remat._compiled import compiled_part
 from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat.dispatch.mode import current_mode
@@ -115,10 +116,12 @@ class ModulesPolicy(OpPolicy):
                 )
         for root in roots.values():
             self._roots.add(root)
+            compiled = _compiled_in(root)
             for name, module in callable_modules(root):
                 if any(matches(name, module, pattern) for pattern in self._patterns):
-                    self.names[module] = name
-                    _keep_calls_of(module)
+                    called = compiled.get(module, module)
+                    self.names[called] = name
+                    _keep_calls_of(called)
 
     def enter(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> None:
         """Find the modules of a region that begins, unless its module is known."""
@@ -135,7 +138,7 @@ class ModulesPolicy(OpPolicy):
         """Make the modules below those of some regions what they were."""
         for root in roots:
             self._roots.discard(root)
-            for _, module in callable_modules(root):
+            for module in root.modules():
                 if self.names.pop(module, None) is not None and isinstance(kept := module.forward, KeptForward):
                     kept.remove()
 
@@ -193,6 +196,12 @@ class KeptForward(OfModule):
             del module.forward
         else:
             module.forward = self.earlier
+
+
+def _compiled_in(root: Module) -> dict[Module, Module]:
+    """Return what `torch.compile` has wrapped below a module, each with its wrapper, which is what is called."""
+    wrappers = [(module._modules.get(WRAPPED_BY_COMPILE), module) for module in root.modules()]
+    return {module: wrapper for module, wrapper in wrappers if module is not None}
 
 
 def _keep_calls_of(module: Module) -> None:
