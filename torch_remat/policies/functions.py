@@ -170,19 +170,25 @@ def opened_around(functions: tuple[Any, ...]) -> dict[Any, Callable[..., Any]]:
         if not more:
             break
         leads |= more
-    chosen = [known[name] for name in leads if not set(_ASKS).isdisjoint(known[name].__code__.co_names)]
-    return {function: _opened(function) for function in chosen}
+    found = {known[name]: opened(known[name]) for name in leads}
+    return {function: copy for function, copy in found.items() if copy is not None}
 
 
 @cache
-def _opened(function: FunctionType) -> Callable[..., Any]:
+def opened(function: Any) -> Callable[..., Any] | None:
+    """Return a copy of a function of torch in Python that asks for no override; None for any other function."""
+    if not isinstance(function, FunctionType) or function.__module__ not in _OPENED_MODULES:
+        return None
+    if set(_ASKS).isdisjoint(function.__code__.co_names):
+        return None
     names = {name: _no for name in _ASKS if name in function.__globals__}
     copy = FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
         function.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    opened_copy: Callable[..., Any] = copy
+    return opened_copy
 
 
 def _no(*_args: Any) -> bool:

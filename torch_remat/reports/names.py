@@ -15,6 +15,7 @@ from torch_remat._options import says_form
 from torch_remat._storages import tensors_in
 from torch_remat._table import Table
 from torch_remat._text import aligned, plural
+from torch_remat.dispatch.call.functions import Census
 from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
 from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta
 from torch_remat.dispatch.mode import current_mode
@@ -55,8 +56,31 @@ class NamedResult:
     kept: bool
 
 
+@dataclass(frozen=True)
+class NamedCall:
+    """One call of a function of torch, which a policy by function can keep.
+
+    Attributes:
+        name: Its name in reports.
+        function: The function, as ``F.linear``.
+        results: The names of the results of its ops.
+    """
+
+    name: str
+    function: str
+    results: tuple[str, ...]
+
+
 class NameTable(Table[NamedResult]):
-    """The results of all ops of a function, in order; prints as a table."""
+    """The results of all ops of a function, in order; prints as a table, below the calls that ran them.
+
+    Attributes:
+        calls: The calls of functions of torch that ran ops, in order.
+    """
+
+    def __init__(self, rows: Sequence[NamedResult] = (), calls: Sequence[NamedCall] = ()) -> None:
+        super().__init__(rows)
+        self.calls = tuple(calls)
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +91,18 @@ class NameTable(Table[NamedResult]):
         """Return the table as text."""
         kept = sum(row.bytes for row in self._rows if row.kept)
         needed = sum(row.bytes for row in self._rows if row.needed)
-        cells = list(map(_cells, self._rows))
+        calls = iter(self.calls)
+        cells: list[tuple[str, ...]] = []
+        inside: list[str] = []  # the names of what is yet to come of a call
+        call = next(calls, None)
+        for row in self._rows:
+            name, *others = _cells(row)
+            if not inside and call is not None and call.results[0] == row.name:
+                cells.append((call.name, call.function, *[""] * len(others[1:])))
+                inside, call = list(call.results), next(calls, None)
+            is_inside = inside[:1] == [row.name]
+            del inside[:is_inside]
+            cells.append((f"  {name}" if is_inside else name, *others))
         rule = ["-" * max(map(len, column)) for column in zip(_HEADER, *cells, strict=True)]
         end = f"{plural(len(self), 'result')}; needed by backward: {needed:,} bytes; kept: {kept:,} bytes"
         return "\n".join([*aligned([_HEADER, rule, *cells], right=_RIGHT), end])
@@ -83,7 +118,7 @@ _FORM = "remat.list_names(function, policy=None, layer=None)(*args, **kwargs)"
 def list_names(
     function: Callable[P, Any], policy: Any = None, *, layer: Module | None = None
 ) -> Callable[P, NameTable]:
-    """Run a function's forward once and list the results of its ops by name.
+    """Run a function's forward once and list the results of its ops by name, below the calls of functions of torch.
 
     Args:
         function: What shall be a checkpointed region; a module is the root of the names.
@@ -123,6 +158,7 @@ def list_names(
             given, named = _given_to(layer, function, args, kwargs)
             return list_names(layer.forward, policy)(*given, **named)  # hooks are outside of a layer's region
         flops: list[int] = []
+        census = Census(function)
         entries: list[Sequence[Entry]] = []
         options = Options(region_name=default_name(function), policy=_Listed(chosen, flops))
 
@@ -130,7 +166,7 @@ def list_names(
             mode = current_mode()
             assert isinstance(mode, Recording)
             entries.append(mode.region.tape.calls)
-            output = function(*args, **kwargs)
+            output = census.around(function, lambda: len(entries[0]), args, kwargs)
             return [leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, torch.Tensor)]
 
         counted.__wrapped__ = function  # type: ignore[attr-defined]  # the root of the names
@@ -141,9 +177,15 @@ def list_names(
                 args, kwargs = with_leaves(args, kwargs, normal)  # type: ignore[assignment]
             output = run_region(counted, args, kwargs, options)
         ops = [entry for entry in entries[0] if entry.kind != CALL and type(entry.results) is not Raised]
-        rows = [row for entry, count in zip(ops, flops, strict=True) for row in _rows(entry, count)]
+        rows = {id(entry): list(_rows(entry, count)) for entry, count in zip(ops, flops, strict=True)}
+        calls = [
+            NamedCall(name, label, tuple(row.name for row in made))
+            for name, label, begin, end in census.calls
+            if (made := [row for entry in entries[0][begin:end] for row in rows.get(id(entry), ())])
+            and any(row.bytes for row in made)  # else it returned views, and is never kept
+        ]
         del output
-        return NameTable(rows)
+        return NameTable([row for entry in ops for row in rows[id(entry)]], calls)
 
     return run
 

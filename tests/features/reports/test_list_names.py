@@ -106,18 +106,24 @@ def test_table_as_text():
     assert_expected_inline(
         str(remat.list_names(Block(), remat.save_names("mlp.*"))(leaf(3, 8))),
         """\
-name                        op                              shape  dtype    bytes  FLOPs  needed  kept
---------------------------  ------------------------------  -----  -------  -----  -----  ------  ----
-norm.native_layer_norm_0_0  aten.native_layer_norm.default  3x8    float32     96            yes
-norm.native_layer_norm_0_1  aten.native_layer_norm.default  3x1    float32     12            yes
-norm.native_layer_norm_0_2  aten.native_layer_norm.default  3x1    float32     12            yes
-up.t_0_0                    aten.t.default                  8x16   float32      0
-up.addmm_0_0                aten.addmm.default              3x16   float32    192    768     yes
-mlp.0.gelu_0_0              aten.gelu.default               3x16   float32    192            yes   yes
-mlp.1.t_0_0                 aten.t.default                  16x8   float32      0
-mlp.1.addmm_0_0             aten.addmm.default              3x8    float32     96    768     yes   yes
-sin_0_0                     aten.sin.default                3x8    float32     96
-add_0_0                     aten.add.Tensor                 3x8    float32     96
+name                          op                              shape  dtype    bytes  FLOPs  needed  kept
+----------------------------  ------------------------------  -----  -------  -----  -----  ------  ----
+norm.layer_norm_0             torch.layer_norm
+  norm.native_layer_norm_0_0  aten.native_layer_norm.default  3x8    float32     96            yes
+  norm.native_layer_norm_0_1  aten.native_layer_norm.default  3x1    float32     12            yes
+  norm.native_layer_norm_0_2  aten.native_layer_norm.default  3x1    float32     12            yes
+up.linear_0                   F.linear
+  up.t_0_0                    aten.t.default                  8x16   float32      0
+  up.addmm_0_0                aten.addmm.default              3x16   float32    192    768     yes
+mlp.0.gelu_0                  F.gelu
+  mlp.0.gelu_0_0              aten.gelu.default               3x16   float32    192            yes   yes
+mlp.1.linear_0                F.linear
+  mlp.1.t_0_0                 aten.t.default                  16x8   float32      0
+  mlp.1.addmm_0_0             aten.addmm.default              3x8    float32     96    768     yes   yes
+sin_0                         torch.Tensor.sin
+  sin_0_0                     aten.sin.default                3x8    float32     96
+add_0                         torch.Tensor.add
+  add_0_0                     aten.add.Tensor                 3x8    float32     96
 10 results; needed by backward: 600 bytes; kept: 288 bytes""",
     )
 
@@ -208,3 +214,17 @@ def test_arguments_beside_the_function_are_an_error_that_says_the_form(tool):
         assert f"The form is remat.{tool.__name__}(function" in str(caught.value)
         assert ")(*args, **kwargs)" in str(caught.value)
         assert "12345" not in str(caught.value)
+
+
+def test_calls_of_functions_have_the_names_that_a_policy_by_function_gives_them():
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    table = remat.list_names(block)(x)
+    assert [(call.name, call.function) for call in table.calls] == [
+        ("0.linear_0", "F.linear"),
+        ("1.gelu_0", "F.gelu"),
+        ("2.linear_0", "F.linear"),
+        ("3.tanh_0", "torch.tanh"),
+    ]
+    assert table.calls[2].results == ("2.t_0_0", "2.addmm_0_0")
+    y = remat.checkpoint(policy=[nn.functional.linear, nn.functional.gelu])(block)(x.requires_grad_())
+    assert {op.name for op in remat.memory_report(y).regions[0].ops} <= {call.name for call in table.calls}

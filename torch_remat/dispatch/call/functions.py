@@ -51,7 +51,7 @@ from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import Carried, RematError
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.functions import name_of, opened_around
+from torch_remat.policies.functions import label_of, name_of, opened, opened_around
 from torch_remat.policies.kinds import KeptFunctions
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
 
@@ -255,6 +255,50 @@ class First(Noting):
         )
         selects = region.options.policy is not None or not self._ran.keys().isdisjoint(every)
         note_first_functions(policy, code, region.name, listed if selects else every, list(self._ran), selects)
+
+
+class Census(TorchFunctionMode):
+    """The calls of all functions in one run, with their names.
+
+    Attributes:
+        calls: Their names, the functions as users write them, and how many ops ran before each and by its end.
+    """
+
+    def __init__(self, root: Callable[..., Any]) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str, int, int]] = []
+        self._path = ModulePath(root)
+        self._named: dict[str, int] = {}
+        self._now: Callable[[], int] = int
+
+    def around(
+        self, function: Callable[..., Any], now: Callable[[], int], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function; ``now`` returns how many ops have run."""
+        self._now, self._path.end = now, _getframe()
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._now, self._path.end = int, None
+
+    @keep_from_compiler
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and note it if ops run; those in Python are looked into."""
+        if is_dynamo_compiling():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if (copy := opened(func)) is not None:
+            with self:
+                return copy(*args, **(kwargs or {}))
+        begin = self._now()
+        stem = self._path.of(_getframe(1)) + name_of(func)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if (end := self._now()) > begin and not name_of(func).startswith("__"):
+            number = self._named[stem] = self._named.get(stem, -1) + 1
+            self.calls.append((f"{stem}_{number}", label_of(func), begin, end))
+        return result
 
 
 def noting(mode: RematMode, log: Callable[[], Recorder], chosen: KeptFunctions) -> Noting:
