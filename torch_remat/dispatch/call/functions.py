@@ -48,6 +48,7 @@ from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import Carried, RematError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -57,6 +58,7 @@ from torch_remat.policies.nothing import is_known, is_new, note_first_functions,
 
 _new = object.__new__  # as in the recorder
 _PLAIN = frozenset((Tensor, Parameter))
+_CASTABLE = (Tensor, Placeholder)  # in the replay of an enclosing region
 _FLAT = frozenset((*_PLAIN, int, float, bool, str, type(None)))
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # which run no Python of users
 # What autocast runs in a smaller dtype on each device, and casts anew for each call.
@@ -464,6 +466,6 @@ def _cast(
 
 
 def _is_cast(leaf: Any) -> bool:
-    if type(leaf) is not Tensor or leaf.dtype is not torch.float32:
+    if type(leaf) not in _CASTABLE or leaf.dtype is not torch.float32:
         return False
     return not (leaf.is_leaf and leaf.requires_grad)
