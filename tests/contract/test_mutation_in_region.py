@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import assert_same, assert_same_program, leaf, pairwise, plain
@@ -360,3 +361,31 @@ def test_call_that_runs_whole_reads_what_a_saved_in_place_op_left(call, modified
     expected = gradients(lambda x: block(plainly, x))
     torch.manual_seed(0)
     assert_same(expected, gradients(region([aten.mul_.Tensor])(lambda x: block(CALLS[call], x))))
+
+
+AROUND = {
+    "nothing": lambda run, x: run(x.cos()),
+    "a region": lambda run, x: remat.checkpoint()(lambda x: run(x.cos()))(x),
+    "a region to its end": lambda run, x: remat.checkpoint(early_stop=False)(lambda x: run(x.cos()))(x),
+    "torch's checkpoint": lambda run, x: torch_checkpoint(lambda x: run(x.cos()), x, use_reentrant=False),
+    "save_on_cpu": lambda run, x: _on_cpu(run, x.cos()),
+}
+
+
+def _on_cpu(run, x):
+    with torch.autograd.graph.save_on_cpu():
+        return run(x)
+
+
+def _modifies_what_it_saved(a, b):
+    a = torch.relu_(a)
+    b.t().sub_(1)
+    return a
+
+
+@pairwise(around=AROUND, policy=[remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD])
+def test_call_that_modifies_what_it_saved_is_an_error_under_whatever_hooks(around, policy):
+    call = remat.op(_modifies_what_it_saved, "call", policy=policy)
+    y = AROUND[around](remat.checkpoint()(lambda x: call(x, x)), leaf(4, 4))
+    with pytest.raises(remat.MutationError, match="modified in place after it was saved"):
+        y.sum().backward()

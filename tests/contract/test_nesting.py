@@ -282,3 +282,41 @@ def test_variable_that_an_inner_call_modifies_is_saved_in_the_outer_replay_too()
     expected = gradient(plain, plain, lambda function, name: function)
     policy = remat.checkpoint(policy=[torch.ops.aten.mul.Tensor])
     assert_same(expected, gradient(policy, remat.checkpoint(), remat.op))
+
+
+class Copied(torch.autograd.Function):
+    """A copy by a handle, if there is a region."""
+
+    @staticmethod
+    def forward(ctx, x):
+        handle = remat.get_handle(ctx, "copied", SAVE)
+        if (saved := handle.maybe_load_saved()) is not None:
+            return saved
+        x = handle.save_or_load_inputs(x)
+        handle.save_for_backward({"x": x})
+        return handle.record_outputs(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (ctx.saved_tensors[0] == ctx.saved_tensors[0])
+
+
+@pytest.mark.filterwarnings("error::torch_remat.RematWarning")
+def test_output_of_a_handle_that_is_a_placeholder_in_the_outer_replay_is_known_there_too():
+    """The call that reads it saves as many tensors as in forward, so that no replay starts over."""
+
+    def gradient(outer, inner, op):
+        torch.manual_seed(0)
+        x, w = leaf(4, 4), leaf(4, 4)
+
+        def function(a, b):
+            product = op(torch.mm, "product")(Copied.apply(a * 1.0), w)
+            clamped = op(torch.relu, "relu")(b.clamp(-1, 1))
+            del product
+            return clamped
+
+        return torch.autograd.grad(outer(lambda x: inner(function)(x.sin(), x.cos()))(x).sum(), x)
+
+    expected = gradient(plain, plain, lambda function, name: function)
+    policy = remat.checkpoint(policy=[torch.ops.aten.mm.default])
+    assert_same(expected, gradient(policy, remat.checkpoint(), remat.op))

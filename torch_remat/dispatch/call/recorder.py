@@ -140,7 +140,7 @@ class Recorder:
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.changes: set[int] = set()
         self.by_handles: dict[int, list[tuple[Call, int]]] = {}
-        self._known: list[StorageWeakRef] = []  # these storages: as long as this is there, no address comes again
+        self._known: list[object] = []  # these storages: as long as this is there, no address comes again
 
     # What is asked while forward runs.
 
@@ -311,6 +311,8 @@ class Recorder:
                 continue  # a leaf's cast, made anew when it is read
             if given is not None and self._waits(call, holder, tensor, given):
                 holder.resident = False
+            elif tensor._version != holder.metadata[0]:
+                continue  # an error where it is read: no hook may take it for what was saved
             elif self.region.hooks is not None:
                 self._give_to_hooks(holder, tensor)
             elif call.policy is _OFFLOAD:
@@ -713,9 +715,11 @@ class Recorder:
         """Know the outputs of a handle again, without holding them: few are read by what replay runs."""
         for place, out in enumerate(outs):
             for part in parts_of(out):
-                if (storage := _weak(part)) is not None:
-                    self._known.append(storage)
-                    self.by_handles.setdefault(storage.cdata, []).append((call, place))
+                # What an enclosing region answers is a placeholder in its replay.
+                known = part.source if isinstance(part, Placeholder) else _weak(part)
+                if known is not None:
+                    self._known.append(known)
+                    self.by_handles.setdefault(key_of(part), []).append((call, place))
 
     def know_parameters(self, args: Sequence[Any]) -> None:
         """Let the parameters among a handle's inputs stay, which is to be offloaded."""
