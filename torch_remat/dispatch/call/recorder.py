@@ -47,8 +47,10 @@ from torch_remat.dispatch.call.result import identity_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     NOBODY,
+    UNKNOWN_LAYOUT,
     Anchor,
     Holder,
+    Layout,
     OpHolder,
     ResidentRef,
     Saver,
@@ -327,19 +329,23 @@ class Recorder:
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""
         region, inputs = self.region, self.region.inputs
-        if holder.plain not in _INPUT and tensor._base is None and region.hooks is None:
-            # What most are that a call has not made: an argument, no view, that an op of the region has made.
+        owner = tensor if tensor._base is None else tensor._base
+        if holder.plain not in _INPUT and region.hooks is None:
+            # What most are that a call has not made: an argument, no view, that an op of the region has made, or one
+            # view of it, such as a product takes of what has three dimensions.
             for place, leaf in enumerate(given.leaves):
                 if (
-                    leaf is tensor
-                    and tensor.layout is strided
-                    and (key := storage_key(tensor)) not in self.storages.writers
+                    leaf is owner
+                    and (leaf is tensor or _is_laid_out(tensor, leaf, holder.layout))
+                    and leaf.layout is strided
+                    and (key := storage_key(leaf)) not in self.storages.writers
                     and key not in self.by_handles
-                    and not (given.before and given.has_changed(tensor))
+                    and not (given.before and given.has_changed(leaf))
+                    and holder.metadata[0] == tensor._version
                 ):
-                    call.waiting = [*call.waiting, new_tuple(Elided, (ref(holder), place, None, None, None))]
+                    view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
+                    call.waiting = [*call.waiting, new_tuple(Elided, (ref(holder), place, *view, None))]
                     return True
-        owner = tensor if tensor._base is None else tensor._base
         if inputs.shares(owner) or holder.metadata[0] != tensor._version:
             return False  # the inputs have its memory
         maker = self.maker_of(tensor)
@@ -755,6 +761,13 @@ def _weak(tensor: Tensor) -> StorageWeakRef | None:
     part = next(parts_of(tensor))
     is_there = part.layout is strided and not isinstance(part, Placeholder)
     return StorageWeakRef(part.untyped_storage()) if is_there else None
+
+
+def _is_laid_out(view: Tensor, base: Tensor, layout: Layout | None) -> bool:
+    """Whether a layout and a shape tell all of what is a view of a tensor."""
+    if layout is None or layout is UNKNOWN_LAYOUT or view.dtype is not base.dtype:
+        return False
+    return not (view.is_conj() or view.is_neg())
 
 
 def _origin_of(owner: Tensor, first_number: int) -> Origin:

@@ -176,15 +176,16 @@ class Elided(NamedTuple):
     Attributes:
         holder: The holder that waits for it.
         place: Which argument the source is; variables are counted after the arguments.
-        view: The tensor's placement in the source's storage; None if it is the source itself.
-        source: The placement of the source; None likewise.
+        view: The tensor's placement in the source's storage, or its layout in a source that is no view itself; None if
+            it is the source itself.
+        source: The placement of the source, or its shape with a layout; None if it is the source itself.
         origin: Where the source comes from; None likewise: as its holder says.
     """
 
     holder: ref[OpHolder]
     place: int
-    view: Placement | None
-    source: Placement | None
+    view: Any
+    source: Any
     origin: Origin | None = None
 
     @classmethod
@@ -199,8 +200,13 @@ class Elided(NamedTuple):
     def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:
         """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
         view, known = self.view, self.source
-        if view is None or known is None:
+        if view is None:
             return source.detach()
+        if type(known) is torch.Size:
+            strides, offset, own = view
+            if (holder := self.holder()) is None or source.shape != known or source.stride() != own:
+                return None
+            return source.detach().as_strided(holder.metadata[1], strides, source.storage_offset() + offset)
         if known._replace(offset_bytes=offset_in_bytes(source)) != Placement.of(source):
             # Hooks around the region may give its inputs back in another order.
             ordered = _laid_out(source, known)
@@ -210,7 +216,8 @@ class Elided(NamedTuple):
         moved = offset_in_bytes(source) - known.offset_bytes
         if not isinstance(source, Placeholder) and not view.lies_within(source.untyped_storage().nbytes(), moved):
             return None
-        return view.seen_in(source if with_history else source.detach(), moved)
+        value: torch.Tensor = view.seen_in(source if with_history else source.detach(), moved)
+        return value
 
 
 def _laid_out(tensor: torch.Tensor, like: Placement) -> torch.Tensor | None:
