@@ -474,7 +474,8 @@ def test_a_list_is_pickled_and_copied():
     [
         (chain, "remat.op"),
         (Quiet.apply, "remat.op"),
-        (nn.Linear, "neither an op nor a function"),
+        (nn.Linear, r"remat\.save_modules\(Linear\)"),
+        (nn.Linear(2, 2), r"remat\.save_modules"),
         (F.batch_norm, "never kept"),
         (torch.Tensor.add_, "never kept"),
         (7, "neither an op nor a function"),
@@ -484,6 +485,28 @@ def test_a_list_is_pickled_and_copied():
 def test_what_a_region_cannot_see_or_keep_is_refused_by_name(wrong, text):
     with pytest.raises(PolicyError, match=text):
         remat.checkpoint(policy=[F.linear, wrong])
+
+
+@pytest.mark.parametrize("function", [F.max_pool2d, torch.max_pool2d, F.max_pool2d_with_indices, F.adaptive_max_pool2d])
+def test_a_function_that_leaves_it_to_others_to_ask_for_overrides_is_kept(function):
+    x, calls = leaf(1, 2, 8, 8), []
+
+    def block(x):
+        pooled = F.max_pool2d(x.exp(), 2, return_indices=function is F.max_pool2d_with_indices)
+        if function is F.adaptive_max_pool2d:
+            pooled = function(pooled, 2)
+        return (pooled[0] if isinstance(pooled, tuple) else pooled).sin()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func)) if remat.is_recomputing() else None
+            return func(*args, **(kwargs or {}))
+
+    y = remat.checkpoint(policy=[function])(block)(x)
+    with Watch():
+        found = torch.autograd.grad(y.sum(), x)
+    assert_same(torch.autograd.grad(block(x).sum(), x), found)
+    assert not any(function.__name__.removesuffix("_with_indices") in name for name in calls)
 
 
 def test_a_function_that_does_not_run_is_told_once_with_near_ones():

@@ -59,9 +59,14 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def _is_overridable(function: FunctionType) -> bool:
-    """Whether a Python function takes part in ``__torch_function__``: it asks for it, or is wrapped to."""
+    """Whether a Python function takes part in ``__torch_function__``: it asks for it, or is wrapped to, or it is known.
+
+    Torch knows of those that leave it to another function to ask (``F.max_pool2d``).
+    """
     names = function.__code__.co_names
-    return any("torch_function" in name for name in names) or function.__code__.co_filename == torch.overrides.__file__
+    if any("torch_function" in name for name in names) or function.__code__.co_filename == torch.overrides.__file__:
+        return True
+    return function in torch.overrides.get_testing_overrides()
 
 
 @cache
@@ -97,7 +102,13 @@ def not_seen(value: Any) -> PolicyError:
         return PolicyError(
             f"a policy lists {shown(value)}, a call of which a region cannot see",
             remedy="Functions and methods of torch are seen, such as F.linear or torch.Tensor.exp, and higher-order "
-            "ops. Keep a function of your own by remat.op(function, 'name')(x).",
+            "ops. Keep a function of your own by remat.op(function, 'name')(x), a module by remat.save_modules.",
+        )
+    if isinstance(value, type) and issubclass(value, torch.nn.Module):
+        return PolicyError(
+            f"a policy lists {value.__name__}, which is a class of modules",
+            remedy=f"Keep what such modules return by policy=remat.save_modules({value.__name__}), also with others: "
+            f"remat.policies.save_attention | remat.save_modules({value.__name__}).",
         )
     return PolicyError(
         f"a policy lists {shown(value)}, which is neither an op nor a function",
