@@ -520,6 +520,20 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     assert "selected nothing" in str(remat.memory_report(y))
 
 
+@pytest.mark.filterwarnings("ignore:.*did not run:torch_remat.RematWarning")
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, nn.LazyConv1d, nn.LazyBatchNorm1d])
+def test_a_lazy_module_makes_its_parameters_in_a_region_with_a_policy(lazy):
+    def gradients(wrap):
+        torch.manual_seed(0)
+        module, x = lazy(*((3,) if lazy is nn.LazyLinear else (3, 2) if lazy is nn.LazyConv1d else ())), leaf(2, 4, 8)
+        y = wrap(lambda x: module(x.sin()).sin())(x)
+        y.sum().backward()
+        return y, x.grad, *[parameter.grad for parameter in module.parameters()], *module.buffers()
+
+    found = gradients(remat.checkpoint(policy=[F.linear, F.conv1d, torch.sin]))
+    assert_same(gradients(lambda function: function), found)
+
+
 def test_functions_of_other_libraries_take_part():
     def doubled(x):
         if torch.overrides.has_torch_function((x,)):

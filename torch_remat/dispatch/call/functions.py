@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
@@ -125,7 +126,7 @@ class Noting(Functions):
     def watch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function that gives access to the memory of a tensor."""
         for arg in args:
-            for part in parts_of(arg) if isinstance(arg, Tensor) else ():
+            for part in parts_of(arg) if isinstance(arg, Tensor) and not is_lazy(arg) else ():
                 storage = StorageWeakRef(part.untyped_storage()) if part.layout is torch.strided else None
                 self._log().pointed[key_of(part)] = storage
         return func(*args, **kwargs)
