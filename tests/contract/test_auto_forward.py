@@ -159,3 +159,38 @@ def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():
     with pytest.raises(remat.PlaceholderError) as caught:
         y.sum().backward()
     assert caught.value.remedy.startswith("Either (1) call the op as remat.op(")
+
+
+@pytest.mark.filterwarnings("error::torch_remat.RematWarning")
+@pytest.mark.parametrize("around", [lambda function: function, remat.checkpoint()])
+def test_input_that_a_native_region_has_made_is_kept_for_a_handle_inside(around):
+    """It is a placeholder in replay, so that the handle cannot take it from its argument there."""
+
+    def gradient(around, inner, native):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+
+        def block(x):
+            inside = lambda x: native_op(x.square(), x)  # noqa: E731
+            return native("native", inside, x * 1.0).sin().cos()
+
+        return torch.autograd.grad(around(lambda x: inner(block)(x.sin()))(x).sum(), x)
+
+    def native_op(a, b):
+        return NamedProduct.apply(a, b, "product", remat.CheckpointPolicy.SAVE)
+
+    expected = gradient(lambda f: f, lambda f: f, lambda name, function, x: function(x))
+    assert_same(expected, gradient(around, remat.checkpoint(), remat.native_save_region))
+
+
+class NamedProduct(torch.autograd.Function):
+    @staticmethod
+    @remat.auto_forward("a", "b")
+    def forward(ctx, a, b, op_name, remat_policy):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a, None, None

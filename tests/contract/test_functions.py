@@ -373,6 +373,23 @@ def test_program_equals_plain_autograd(name, way):
             assert_same(expected, actual)
 
 
+class Tagged(torch.Tensor):
+    """A subclass that does nothing."""
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("reader", [lambda m, b: m.gather(1, b.argsort(1)), lambda m, b: m.sin() * b])
+def test_kept_result_of_a_subclass_is_known_in_each_replay(early_stop, reader):
+    def gradients(wrap):
+        torch.manual_seed(0)
+        leaves = [leaf(4, 4).detach().as_subclass(Tagged).requires_grad_() for _ in range(2)]
+        y = wrap(lambda a, b: reader(torch.mm(a.sin(), b), b))(*leaves)
+        return [y, *[one for _ in range(2) for one in torch.autograd.grad(y.sum(), leaves, retain_graph=True)]]
+
+    expected = gradients(lambda function: function)
+    assert_same(expected, gradients(remat.checkpoint(policy=[torch.mm], early_stop=early_stop)))
+
+
 # --- What is kept.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -320,3 +321,17 @@ def test_output_of_a_handle_that_is_a_placeholder_in_the_outer_replay_is_known_t
     expected = gradient(plain, plain, lambda function, name: function)
     policy = remat.checkpoint(policy=[torch.ops.aten.mm.default])
     assert_same(expected, gradient(policy, remat.checkpoint(), remat.op))
+
+
+@pytest.mark.parametrize("around", [plain, remat.checkpoint(), remat.checkpoint(early_stop=False)])
+@pytest.mark.parametrize("hooks", [torch.autograd.graph.save_on_cpu, contextlib.nullcontext])
+def test_output_of_a_handle_has_its_history_for_a_recomputed_call_under_hooks(around, hooks):
+    def gradient(around, inner, op):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+        with hooks():
+            y = around(lambda x: inner(lambda x: op(torch.tanh, "tanh", policy=RECOMPUTE)(Copied.apply(x * 1.0)))(x))(x)
+        return torch.autograd.grad(y.cos().sum(), x)
+
+    expected = gradient(plain, plain, lambda function, *_, **__: function)
+    assert_same(expected, gradient(around, remat.checkpoint(), remat.op))

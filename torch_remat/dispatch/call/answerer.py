@@ -283,7 +283,9 @@ class Answerer:
     def load(self, slot: Slot, op: str, name: str) -> Tensor:
         """Return what a slot keeps; the enclosing hooks may have returned it already."""
         loaded = self._slots.get(id(slot))
-        return slot.load(self.region_name, op, name) if loaded is None else loaded.detach()
+        if loaded is None:
+            return slot.load(self.region_name, op, name)
+        return loaded.detach().requires_grad_(loaded.requires_grad)
 
     def _fill(self, elided: Elided, source: Any) -> None:
         known, _, view, _, origin = elided
@@ -357,6 +359,8 @@ class Answerer:
     def note_loaded(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
         self._loaded[id(tensor)] = tensor
+        if type(tensor) is not Tensor and (base := tensor._base) is not None:  # of a subclass, which is a view then
+            self._loaded[id(base)] = base
 
     def has_loaded(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was kept, so that it has no `grad_fn` in replay."""
