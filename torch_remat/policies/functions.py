@@ -22,6 +22,7 @@ from torch_remat.errors import PolicyError, shown
 
 _SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special)
 _NEVER = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "rnn_relu", "rnn_tanh", "lstm", "gru"))
+_PYTHON_MODULES = ("torch.nn.functional", "torch.functional")  # of torch's functions in Python
 # What their functions are made of, where that has another name.
 OPS: Mapping[str, tuple[str, ...]] = {
     "linear": ("addmm", "mm", "bmm", "mkldnn._linear_pointwise"),
@@ -66,7 +67,7 @@ def _is_overridable(function: FunctionType) -> bool:
     names = function.__code__.co_names
     if any("torch_function" in name for name in names) or function.__code__.co_filename == torch.overrides.__file__:
         return True
-    return function in torch.overrides.get_testing_overrides()
+    return function.__module__ in _PYTHON_MODULES and function in torch.overrides.get_testing_overrides()
 
 
 @cache
@@ -150,7 +151,6 @@ def found_at(place: Any) -> Any:
 # Functions of `torch.nn.functional` that call others, in which a mode for torch functions is off.
 
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_OPENED_MODULES = ("torch.nn.functional", "torch.functional")
 
 
 @cache
@@ -158,7 +158,7 @@ def _composites() -> Mapping[str, FunctionType]:
     found = {}
     for module in (F, torch.functional):
         for value in vars(module).values():
-            if isinstance(value, FunctionType) and value.__module__ in _OPENED_MODULES:
+            if isinstance(value, FunctionType) and value.__module__ in _PYTHON_MODULES:
                 found[value.__name__] = value
     return found
 
@@ -188,7 +188,7 @@ def opened_around(functions: tuple[Any, ...]) -> dict[Any, Callable[..., Any]]:
 @cache
 def opened(function: Any) -> Callable[..., Any] | None:
     """Return a copy of a function of torch in Python that asks for no override; None for any other function."""
-    if not isinstance(function, FunctionType) or function.__module__ not in _OPENED_MODULES:
+    if not isinstance(function, FunctionType) or function.__module__ not in _PYTHON_MODULES:
         return None
     if set(_ASKS).isdisjoint(function.__code__.co_names):
         return None
