@@ -244,3 +244,28 @@ def test_region_in_a_native_region_is_a_plain_call():
     expected = torch.autograd.grad((x * 3 * 2).sin().exp().exp().sum(), x)
     assert_same(expected, torch.autograd.grad(region()(function)(x).sum(), x))
     assert len(runs) == 2  # in forward, and its Python again in replay; not a third time for a replay of its own
+
+
+@pytest.mark.parametrize("by", [remat.native_save_region, lambda name, function: remat.op(function, name)()])
+@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
+def test_variable_that_autograd_lets_nobody_use_any_more(by):
+    """One of several views, whose base the call modifies: autograd raises where one asks for its `grad_fn`."""
+
+    def gradient(wrap, by):
+        torch.manual_seed(0)
+        x = leaf(4, 4)
+
+        def block(x):
+            y = x * 1.0
+            row = y.unbind(0)[1].expand(4, 4)
+
+            def modify():
+                y[0].mul_(0.5)
+                return y, row
+
+            return by("call", lambda: modify()[0]).sin()
+
+        return torch.autograd.grad(wrap(block)(x).sum(), x)
+
+    expected = gradient(lambda function: function, lambda name, function: function())
+    assert_same(expected, gradient(remat.checkpoint(), by))

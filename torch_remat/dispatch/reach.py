@@ -256,7 +256,7 @@ def _note_tensor(found: Reached, holder: Any, key: Any, tensor: Tensor) -> None:
         found.parameters.append(tensor)
         return
     place = Place(holder, key, tensor, None)
-    if tensor.requires_grad and tensor.is_leaf:
+    if tensor.requires_grad and node_of(tensor) is None:
         found.parameters.append(tensor)
         found.leaves.append((len(found.places), place))
     else:
@@ -381,7 +381,8 @@ def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
     """Return the autograd node of an output, or of what it is a view of.
 
     A view whose base was modified in place gets a new node when it is next asked for. Asked here, the node would be
-    older than in plain autograd, and backward would add up gradients in another order.
+    older than in plain autograd, and backward would add up gradients in another order; of one of several views
+    (``unbind``) it would be an error.
     """
     base = tensor._base
     if base is None or tensor.is_inference() or not tensor._version:

@@ -64,7 +64,7 @@ from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.log.slot import Slot, version_of
 from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.dispatch.reach import Place, reach
+from torch_remat.dispatch.reach import Place, node_of, reach
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import UsageError
@@ -293,7 +293,7 @@ class Running(ABC):
 
     def note_written(self, tensor: torch.Tensor, version: int) -> None:
         """Note a tensor that the call modifies, with its version before, unless it has made it."""
-        node = tensor.grad_fn
+        node = node_of(tensor)
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
             if key not in self.born and key not in self.written:
