@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from torch_remat._compat import is_jit_tracing
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat._options import CheckpointOptions, require_options, says_form
@@ -148,11 +149,11 @@ class Checkpointed(Generic[P, R]):
         self.__doc__ = function.__doc__
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the function as a region, or as it is where no gradient is asked for."""
+        """Run the function as a region, or as it is where no gradient is asked for, or `torch.jit` traces it."""
         if is_compiling():
             traced: R = compiled_region(self._options, self.__wrapped__, args, kwargs)
             return traced
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_jit_tracing():
             return self.__wrapped__(*args, **kwargs)
         output: R = run_region(self.__wrapped__, args, kwargs, self._options)
         return output

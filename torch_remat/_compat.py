@@ -74,6 +74,10 @@ would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_e
 # nodes made inside a region from older ones, and one op's saved tensors from the next op's.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# Whether `torch.jit.trace` runs. Without it what Python calls a tensor here would be a name in the trace, and another
+# in the second trace, with which the first is compared.
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+
 # The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
 # tensors of a transform past its end: they have no memory of their own, and hooks are refused.
 transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
@@ -184,3 +185,24 @@ def test_compiled_code_that_data_parallel_training_splits_is_equal(monkeypatch, 
         assert_same(gradients(PLAIN_AUTOGRAD), gradients(way))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.jit.trace|torch.jit.trace_method).*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "policy", [None, [torch.nn.functional.linear], [torch.ops.aten.addmm.default], remat.save_modules("0")]
+)
+def test_model_with_regions_is_traced_by_torch_jit_as_one_without(policy):
+    """The tracer compares two traces, down to the names that Python has for each tensor."""
+
+    def model(wraps):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
+        whole = nn.Sequential(*blocks)
+        if wraps:
+            remat.checkpoint_modules(whole, ["0", "1"], **({} if policy is None else {"policy": policy}))
+        return whole
+
+    x = leaf(4, 8)
+    traced, plain = torch.jit.trace(model(True), x), model(False)
+    (found,), (expected,) = (torch.autograd.grad(run(x).sum(), x) for run in (traced, plain))
+    assert torch.equal(found, expected)
