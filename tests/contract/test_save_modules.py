@@ -74,9 +74,11 @@ def test_a_kept_module_does_not_run_in_replay_and_runs_plainly_elsewhere():
     block, x = Block(), leaf(2, 4, 8)
     region = remat.checkpoint(policy=remat.save_modules("self_attn"))
     ran = replayed_ops(block, region, [x], list(block.parameters()))
-    assert "bmm" not in ran
+    whole = replayed_ops(block, remat.checkpoint(), [x], [])
+    attention = {name for name in whole if name == "bmm" or "attention" in name}  # which of them depends on torch
+    assert attention
+    assert attention.isdisjoint(ran)
     assert "native_layer_norm" in ran
-    assert "bmm" in replayed_ops(block, remat.checkpoint(), [x], [])
     assert_same(block.self_attn(x), Attention.forward(block.self_attn, x))
 
 
