@@ -386,14 +386,15 @@ class _About(NamedTuple):
 
 
 def _about(chosen: KeptFunctions) -> Mapping[Any, _About]:
-    if (about := chosen.tables.get("about")) is None:
-        about = chosen.tables["about"] = {}
+    about: dict[Any, _About] | None = chosen.tables.get("about")
+    if about is None:
+        about = {}
         for function, decision in chosen.decisions.items():
             name = name_of(function)
             policy = CheckpointPolicy.OFFLOAD if decision.offloads else CheckpointPolicy.SAVE
             about[function] = _About(name, policy, may_draw(name), type(function) in _IN_C)
-    found: Mapping[Any, _About] = about
-    return found
+        chosen.tables["about"] = about  # whole, since other threads may look
+    return about
 
 
 def _opened_by(mode: Any) -> Mapping[Any, Callable[..., Any]]:
