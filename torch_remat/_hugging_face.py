@@ -14,6 +14,7 @@ from torch_remat._checkpoint import require_values
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
 from torch_remat._options import LayerOptions, require_options
+from torch_remat._save_modules import modules_policies
 from torch_remat.errors import UsageError, warn
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _make_regions(model: Any, options: Mapping[str, Any]) -> None:
     if not owners and kept() is None:  # else the model has it under a name of its own
         _disable(model)
         raise _unsupported(model)
+    for chosen in modules_policies(options.get("policy")):
+        chosen.look_for(module for _, module in owners)
     for name, module in owners:
         setattr(module, _FUNCTION, LayerCheckpoint(module, name, options))
 

@@ -13,9 +13,8 @@ from torch.nn import Module
 from torch_remat._checkpoint import checkpoint, require_values
 from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat._options import ModulesOptions, require_options, says_form
-from torch_remat._save_modules import ModulesPolicy
+from torch_remat._save_modules import ModulesPolicy, modules_policies
 from torch_remat.errors import UsageError, shown
-from torch_remat.policies.kinds import as_policy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,6 +98,9 @@ def checkpoint_modules(
         _raise_unless_it_fits(plan, [region.name for _, region in regions])
     handle = CheckpointedModules(type(model).__name__, matches, [region for _, region in regions])
     try:
+        for match in matches:
+            for chosen in match.modules():
+                chosen.look_for(module for _, module in match.regions)
         for match in matches:
             match.take_modules()
         for _, region in regions:
@@ -225,9 +227,7 @@ class _Match(NamedTuple):
 
     def modules(self) -> Sequence[ModulesPolicy]:
         """Return what chooses modules below the regions, if the policy does."""
-        policy = self.options.get("policy")
-        kinds = () if policy is None else as_policy(policy).kinds()
-        return [kind for kind in kinds if isinstance(kind, ModulesPolicy)]
+        return modules_policies(self.options.get("policy"))
 
     def take_modules(self) -> None:
         """Find the modules below the regions that the policy chooses."""

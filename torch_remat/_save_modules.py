@@ -7,7 +7,7 @@ call of such a module is one as of `remat.op`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -24,7 +24,7 @@ from torch_remat._of_module import OfModule, Pattern, callable_modules, matches,
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, shown
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy
+from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy, as_policy
 
 _FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
 
@@ -76,6 +76,7 @@ class ModulesPolicy(OpPolicy):
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self._patterns = tuple(patterns)
         self._roots: WeakSet[Module] = WeakSet()
+        self._matched: set[Pattern] = set()
         self.names: WeakKeyDictionary[Module, str] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -100,15 +101,23 @@ class ModulesPolicy(OpPolicy):
         """Return the path of a module that it chooses; None for another."""
         return self.names.get(module)
 
+    def look_for(self, roots: Iterable[Module]) -> None:
+        """Note which patterns match something below some modules; they need not below others, such as dense layers."""
+        named = [one for root in roots for one in callable_modules(root)]
+        for pattern in self._patterns:
+            if any(matches(name, module, pattern) for name, module in named):
+                self._matched.add(pattern)
+
     def take(self, roots: Mapping[str, Module]) -> None:
         """Find the modules below those of some regions, by the regions' names.
 
         Raises:
-            PolicyError: A pattern matches none of them.
+            PolicyError: A pattern matches none of them, nor any before.
         """
-        named = [one for root in roots.values() for one in callable_modules(root)]
+        self.look_for(roots.values())
         for pattern in self._patterns:
-            if not any(matches(name, module, pattern) for name, module in named):
+            if pattern not in self._matched:
+                named = [one for root in roots.values() for one in callable_modules(root)]
                 kinds = " and ".join(dict.fromkeys(type(root).__name__ for root in roots.values()))
                 raise PolicyError(
                     f"{self!r}: the pattern {told(pattern)} matches no module with a forward in {kinds}",
@@ -202,6 +211,12 @@ def _compiled_in(root: Module) -> dict[Module, Module]:
     """Return what `torch.compile` has wrapped below a module, each with its wrapper, which is what is called."""
     wrappers = [(module._modules.get(WRAPPED_BY_COMPILE), module) for module in root.modules()]
     return {module: wrapper for module, wrapper in wrappers if module is not None}
+
+
+def modules_policies(policy: Any) -> Sequence[ModulesPolicy]:
+    """Return what chooses modules, of what a user gave as a policy; nothing of None."""
+    kinds = () if policy is None else as_policy(policy).kinds()
+    return [kind for kind in kinds if isinstance(kind, ModulesPolicy)]
 
 
 def _keep_calls_of(module: Module) -> None:

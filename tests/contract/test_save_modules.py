@@ -165,3 +165,25 @@ def test_a_region_that_is_compiled_keeps_the_module():
     assert_same(expected, torch.autograd.grad(region(x).sum(), x))
     y = torch.compile(region, backend="aot_eager", fullgraph=True)(x)
     assert_same(expected, torch.autograd.grad(y.sum(), x))
+
+
+class Experts(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.experts = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.experts(x).sin()
+
+
+@pytest.mark.parametrize("patterns", ["*", ["0", "1"], [Block, Experts]])
+def test_a_pattern_may_match_in_some_regions_of_a_model_only(patterns):
+    """The first layers of many mixtures of experts are dense."""
+    model, x = nn.Sequential(Block(), Experts()), leaf(2, 4, 8)
+    expected, _ = step(model, x)
+    with remat.checkpoint_modules(model, patterns, policy=remat.save_modules("experts")):
+        actual, found = step(model, x)
+    assert_same(expected, actual)
+    assert found == [[], ["experts"]]
+    with pytest.raises(PolicyError, match="matches no module with a forward in "):
+        remat.checkpoint_modules(model, patterns, policy=remat.save_modules("expert"))
