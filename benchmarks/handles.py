@@ -58,7 +58,7 @@ def handles_alternating(ops: int) -> Workload:
         leaves={"x": x},
         output_grad=torch.randn_like(x),
         forwards=chains,
-        ideal_retained_bytes=(ops // 2 + 1) * x.nbytes,  # what each SAVE op returns, and the output
+        ideal_retained_bytes=ops * x.nbytes,  # what each SAVE op saves, but the region's input; its outputs; the output
         steps=max(1, 64 // ops),
         ops=ops,
     )

@@ -42,6 +42,7 @@ from .contenders import (
 from .workloads import SineBlock, TransformerBlock, Workload
 
 aten = torch.ops.aten
+GROUPED = [F.grouped_mm] if hasattr(F, "grouped_mm") else []  # which torch 2.10 may lack
 
 SMALL_BLOCKS = 32
 
@@ -104,7 +105,7 @@ def _way_of_ours(contender: str, package: ModuleType, ops: list[Any]) -> Way:
         return Way(partial(region, package), partial(_closed, package))
     if contender in _CALLS:
         return Way(partial(region, package), partial(_CALLS[contender], package))
-    by_function = [F.scaled_dot_product_attention] if ops is ATTENTION else [F.linear, torch.matmul]
+    by_function = [F.scaled_dot_product_attention] if ops is ATTENTION else [F.linear, torch.matmul, *GROUPED]
     policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops), OURS_CALLS: by_function}[contender]
     return Way(partial(region, package, policy=policy), plainly)
 

@@ -74,6 +74,18 @@ would_run: Callable[[torch.autograd.graph.Node], bool] = torch._C._will_engine_e
 # nodes made inside a region from older ones, and one op's saved tensors from the next op's.
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# The products that have private names, and the public functions that call one of them without asking for overrides.
+PRODUCTS_BY_FACE: Mapping[Callable[..., Any], Any] = {
+    getattr(torch.nn.functional, face): getattr(torch, name)
+    for face, name in (
+        ("grouped_mm", "_grouped_mm"), ("scaled_mm", "_scaled_mm_v2"), ("scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+    )
+    if hasattr(torch.nn.functional, face) and hasattr(torch, name)
+}  # fmt: skip
+OTHER_PRODUCTS: Sequence[Any] = [
+    getattr(torch, name) for name in ("_scaled_mm", "_scaled_grouped_mm", "_int_mm") if hasattr(torch, name)
+]
+
 # Whether `torch.jit.trace` runs. Without it what Python calls a tensor here would be a name in the trace, and another
 # in the second trace, with which the first is compared.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing

@@ -537,6 +537,33 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     assert "selected nothing" in str(remat.memory_report(y))
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="there is none in this release of torch")
+@pytest.mark.parametrize("policy", [lambda: [F.grouped_mm], lambda: remat.policies.save_matmuls])
+def test_grouped_products_are_kept_by_the_name_that_users_call(policy):
+    ran = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func) if remat.is_recomputing() else None
+            return func(*args, **(kwargs or {}))
+
+    def gradient(wrap):
+        torch.manual_seed(0)
+        x, w = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((16, 16), (2, 16, 16)))
+        offsets = torch.tensor([8, 16], dtype=torch.int32)
+        y = wrap(lambda x: F.grouped_mm(x.sin(), w, offs=offsets).sin().cos())(x)
+        with Watch():
+            return torch.autograd.grad(y.sum(), (x, w))
+
+    expected = gradient(lambda function: function)
+    assert_same(expected, gradient(remat.checkpoint()))
+    assert torch.ops.aten._grouped_mm.default in ran
+    ran.clear()
+    assert_same(expected, gradient(remat.checkpoint(policy=policy())))
+    assert ran
+    assert torch.ops.aten._grouped_mm.default not in ran
+
+
 @pytest.mark.filterwarnings("ignore:.*did not run:torch_remat.RematWarning")
 @pytest.mark.parametrize("lazy", [nn.LazyLinear, nn.LazyConv1d, nn.LazyBatchNorm1d])
 def test_a_lazy_module_makes_its_parameters_in_a_region_with_a_policy(lazy):

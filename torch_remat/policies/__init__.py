@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from torch_remat._compat import has_effect
+from torch_remat._compat import OTHER_PRODUCTS, PRODUCTS_BY_FACE, has_effect
 from torch_remat.errors import PolicyError, shown
 from torch_remat.policies.collectives import is_all_gather, is_collective, is_of_collectives
 from torch_remat.policies.functions import name_of, seen_as
@@ -42,7 +42,7 @@ _MATMULS = frozenset((
 _PRODUCTS = (
     F.linear, F.bilinear, torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.addmv, torch.baddbmm,
     torch.addbmm, torch.dot, torch.vdot, torch.inner, torch.linalg.matmul, torch.linalg.multi_dot,
-    torch.Tensor.__rmatmul__,
+    torch.Tensor.__rmatmul__, *PRODUCTS_BY_FACE, *OTHER_PRODUCTS,
 )  # fmt: skip
 _FLEX = [torch.ops.higher_order.flex_attention] if hasattr(torch.ops.higher_order, "flex_attention") else []
 _DISCRETE = frozenset((

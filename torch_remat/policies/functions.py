@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import is_tensor_method_or_property
 
-from torch_remat._compat import OperatorBase
+from torch_remat._compat import PRODUCTS_BY_FACE, OperatorBase
 from torch_remat.errors import PolicyError, shown
 
 _SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special)
@@ -36,6 +36,8 @@ OPS: Mapping[str, tuple[str, ...]] = {
 def is_function(value: Any) -> bool:
     """Whether a policy may list a value as a function: of torch, a higher-order op, or another overridable one."""
     if _is_higher(value) or _is_flex(value):
+        return True
+    if isinstance(value, FunctionType) and value in PRODUCTS_BY_FACE:
         return True
     if isinstance(value, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)):
         return _is_of_torch(value)
@@ -81,6 +83,8 @@ def seen_as(function: Any) -> tuple[Any, ...]:
         return (torch.ops.higher_order.flex_attention,)
     if _is_higher(function):
         return (function,)
+    if isinstance(function, FunctionType) and function in PRODUCTS_BY_FACE:
+        return (PRODUCTS_BY_FACE[function],)
     if not is_function(function):
         raise not_seen(function)
     name = name_of(function)
