@@ -31,7 +31,8 @@ def format_head(budget: Any) -> str:
 
 def _steps(steps: Sequence[Step], last: int) -> list[str]:
     """Return a line for each of the latest steps, the last of which has this number."""
-    has_peaks, has_more = any(step.peak_bytes for step in steps), any(step.over_bytes for step in steps)
+    has_peaks = any(step.peak_bytes for step in steps)
+    has_more = any(step.over_bytes and step.limit_bytes > 1 for step in steps)  # "0%" asks for the least there can be
     cells = [["step", "kept at most", "evicted", "replay ms", *["peak"] * has_peaks, *[""] * has_more]]
     for number, step in enumerate(steps, last - len(steps) + 1):
         evicted, replayed = step.sum_of("evicted_bytes"), step.sum_of("replay_seconds")
@@ -39,7 +40,7 @@ def _steps(steps: Sequence[Step], last: int) -> list[str]:
         if has_peaks:
             row.append(format_bytes(step.peak_bytes) if step.peak_bytes else "not measured")
         if has_more:
-            share = step.over_bytes / max(step.limit_bytes, 1)
+            share = step.over_bytes / step.limit_bytes if step.limit_bytes > 1 else 0
             row.append(f"{share:.1%} over {format_bytes(int(step.limit_bytes))}".replace("%", " %") if share else "")
         cells.append(row)
     return ["", *(f"  {line}".rstrip() for line in aligned(cells, right={1, 2, 3, 4}))]

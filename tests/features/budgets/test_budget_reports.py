@@ -61,6 +61,13 @@ def test_report_says_by_how_much_a_step_passed_the_limit():
     assert [line.split()[0] for line in budget.report().splitlines()[3:9]] == ["3", "4", "5", "6", "7", "8"]
 
 
+def test_report_of_the_least_there_can_be_says_nothing_of_a_limit():
+    budget = remat.budget("0%")
+    run_steps(budget, steps=2)
+    assert budget.steps[-1].most_bytes > 1
+    assert " over " not in budget.report()
+
+
 @pytest.mark.parametrize("limit", ["3 KiB", "60%", 1, "1 GiB"])
 def test_the_picture_tells_which_region_was_evicted_when_and_why_without_text_over_text(limit, tmp_path):
     pytest.importorskip("matplotlib")
