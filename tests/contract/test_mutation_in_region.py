@@ -6,6 +6,8 @@ what was modified, shapes that change in place, and tensor subclasses.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -389,3 +391,28 @@ def test_call_that_modifies_what_it_saved_is_an_error_under_whatever_hooks(aroun
     y = AROUND[around](remat.checkpoint()(lambda x: call(x, x)), leaf(4, 4))
     with pytest.raises(remat.MutationError, match="modified in place after it was saved"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("policy", [[aten.add_.Tensor], [aten.mm.default], None])
+def test_tensor_that_is_replaced_after_forward_is_as_the_user_left_it_after_backward(policy, early_stop):
+    """Replay writes what forward wrote, also to what is there now, or refuses to read it."""
+    module = nn.Module()
+    module.state = torch.ones(4)
+
+    def block(x):
+        with torch.no_grad():
+            module.state.add_(x.detach().abs().mean(0))
+        return (x * module.state).softmax(-1)
+
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(block(x * 1.0).cos().sum(), x)
+    module.state = torch.ones(4)
+    y = region(policy, early_stop=early_stop)(block)(x * 1.0)
+    module.state = replaced = module.state * 2
+    left, version = replaced.clone(), replaced._version
+    with contextlib.suppress(remat.MutationError):
+        assert_same(expected, torch.autograd.grad(y.cos().sum(), x))
+    assert module.state is replaced
+    assert torch.equal(replaced, left)
+    assert replaced._version == version

@@ -60,9 +60,22 @@ class Noted:
         end: The tensor and its version when forward ended.
         shape: Its shape then.
         repeats: Whether ops of a policy write the small buffer again.
+        is_logged: Whether the log of a policy writes what is there, as replay does again, to whatever tensor is there.
     """
 
-    __slots__ = ("by_calls", "end", "is_small", "last", "left", "place", "repeats", "shape", "start", "until")
+    __slots__ = (
+        "by_calls",
+        "end",
+        "is_logged",
+        "is_small",
+        "last",
+        "left",
+        "place",
+        "repeats",
+        "shape",
+        "start",
+        "until",
+    )
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -70,7 +83,7 @@ class Noted:
         self.start: State | None = self.now(self.is_small)
         self.left: Sequence[State] = ()
         self.by_calls, self.last, self.until = 0, 0, 0.0
-        self.repeats = False
+        self.repeats = self.is_logged = False
         self.end: tuple[ref[Tensor] | None, int] = (None, 0)
         self.shape: torch.Size | None = None
 
@@ -104,6 +117,7 @@ class Noted:
             found = (tensor, now.tensor, *[state.tensor for state in self.left])
             is_known = any(one is not None and is_logged(one) for one in found)
             if is_known or not (moved or is_bound or self.left):  # by ops, also those of batch norms
+                self.is_logged = is_known
                 self.until = 0 if is_known and not (is_bound or self.left or self.by_calls) else inf
                 is_state, moved = False, 0
         if not is_state:
@@ -130,10 +144,12 @@ class Noted:
             before.append((self.place, now))
         elif now.tensor is not None:
             known, version = self.end
-            has_moved = now.tensor is not (None if known is None else known()) or now.version != version
-            if self.until:
-                copy = _copy(now.tensor) if self.until == inf else None
-                before.append((self.place, now._replace(copy=copy)))
+            is_other = now.tensor is not (None if known is None else known())
+            has_moved = is_other or now.version != version
+            if self.until == inf or (self.is_logged and is_other):
+                before.append((self.place, now._replace(copy=_copy(now.tensor))))
+            elif self.until:
+                before.append((self.place, now))
             if until := inf if has_moved else self.until:
                 error = partial(_changed, region, self.place, bool(self.until))
                 unread.append((keys_of(now.tensor), until, not self.by_calls, has_moved, error))
