@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import pickle
 import warnings
@@ -19,6 +20,7 @@ import torch_remat as remat
 from tests.helpers import LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
 from torch_remat.errors import PolicyError
+from torch_remat.policies import nothing
 from torch_remat.policies.kinds import Decision, FunctionsPolicy
 
 PROGRAMS = {}
@@ -535,6 +537,19 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     with pytest.warns(remat.RematWarning, match="selected nothing"):
         y = remat.checkpoint(policy=[torch.logsumexp])(chain)(leaf(4, 4), leaf(4, 4))
     assert "selected nothing" in str(remat.memory_report(y))
+
+
+def test_a_first_forward_is_noted_once_whatever_the_region_runs():
+    for function in (Quiet.apply, torch.exp, chain, functools.partial(chain, w=leaf(4, 4))):
+        region = remat.checkpoint(policy=[torch.exp])(function)
+        given = (leaf(4, 4), leaf(4, 4)) if function is chain else (leaf(4, 4),)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", remat.RematWarning)
+            region(*given)
+            known = len(nothing._KNOWN)
+            for _ in range(3):
+                region(*given)
+        assert len(nothing._KNOWN) == known
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="there is none in this release of torch")

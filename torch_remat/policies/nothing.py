@@ -73,12 +73,17 @@ def selects_nothing(policy: OpPolicy | None, code: Hashable) -> bool:
 
 def is_known(tables: object, code: object) -> bool:
     """Whether functions were noted in a first forward of a region with this code, by the tables of their policy."""
-    return (id(tables), id(code)) in _KNOWN
+    return _key(tables, code) in _KNOWN
 
 
 def note_known(tables: object, code: object) -> None:
     """Note that they were."""
-    _KNOWN[id(tables), id(code)] = tables, code  # which keeps the ids
+    _KNOWN[_key(tables, code)] = tables, code  # which keeps the ids
+
+
+def _key(tables: object, code: object) -> tuple[object, object]:
+    """Return what tells both: code is slow to compare, and what names a builtin method is a new tuple each time."""
+    return id(tables), code if isinstance(code, tuple) else id(code)
 
 
 def forget_first_forwards() -> None:
