@@ -361,6 +361,18 @@ def test_layers_that_their_parent_checkpoints_have_their_names(kind, how):
     assert not regions_of(model, inputs)
 
 
+def test_modules_are_kept_that_only_some_layers_have(transformers):
+    """Jamba's first layer has no attention, but a state space."""
+    model, inputs = build(transformers, "Jamba")
+    expected = train_step(model, inputs)
+    for _ in range(2):
+        handle = remat.enable_gradient_checkpointing(model, policy=remat.save_modules("self_attn"))
+        assert_same(expected, train_step(model, inputs))
+        assert {op.name for region in regions_of(model, inputs) for op in region.ops} == {"self_attn"}
+        handle.remove()
+    assert_same(expected, train_step(model, inputs))
+
+
 def test_models_without_gradient_checkpointing_are_an_error_and_as_before(llama):
     llama[0].supports_gradient_checkpointing = False
     outers = Foreign(None), Dropping(None)

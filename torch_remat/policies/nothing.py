@@ -16,7 +16,7 @@ from torch_remat.errors import warn
 from torch_remat.policies.kinds import OpPolicy
 
 _SELECTS: dict[Hashable, bool] = {}
-_KNOWN: dict[tuple[int, int], object] = {}
+_KNOWN: dict[tuple[object, object], object] = {}
 _SHOWN = 6  # names of ops
 
 
@@ -82,7 +82,7 @@ def note_known(tables: object, code: object) -> None:
 
 
 def _key(tables: object, code: object) -> tuple[object, object]:
-    """Return what tells both: code is slow to compare, and what names a builtin method is a new tuple each time."""
+    """Return what stands for both: code is slow to compare, and what names a builtin method is a new tuple each time."""
     return id(tables), code if isinstance(code, tuple) else id(code)
 
 
