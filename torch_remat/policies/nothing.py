@@ -82,7 +82,7 @@ def note_known(tables: object, code: object) -> None:
 
 
 def _key(tables: object, code: object) -> tuple[object, object]:
-    """Return what stands for both: code is slow to compare, and what names a builtin method is a new tuple each time."""
+    """Return what stands for both: code is slow to compare, and a builtin method is named by a new tuple each time."""
     return id(tables), code if isinstance(code, tuple) else id(code)
 
 
