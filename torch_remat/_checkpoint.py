@@ -20,7 +20,7 @@ from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, 
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.kinds import OpPolicy, Split, as_policy, split
+from torch_remat.policies.kinds import OpPolicy, as_policy, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,12 +115,10 @@ def checkpoint(
     ):
         usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
         return usual
-    told = None if policy is None else as_policy(policy)
-    parts = Split(told, None, ()) if told is None or is_compiling() else split(told)
-    options = Options(
-        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn, parts.ops,
-        allow_cache_entry_mutation, offloader, offload_inputs, None, parts.functions, parts.modules, told,
-    )  # fmt: skip
+    options = _with_parts(Options(
+        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
+        None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
+    ))  # fmt: skip
     _validate(options)
     if debug and policy is None:  # with a policy, errors name the ops that differ
         from torch_remat.reports.debug_log import OPS  # loaded only where it is used
@@ -173,11 +171,23 @@ class Checkpointed(Generic[P, R]):
             known = getattr(known, part, None)
         if known is self:
             return self.__qualname__  # a decorated function is found by its name, as functions are
-        return _unpickled, (self.__wrapped__, None if self._options is DEFAULTS else self._options)
+        options = self._options
+        if options is DEFAULTS:
+            return _unpickled, (self.__wrapped__, None)
+        whole = options.policy if options.chosen is None else options.chosen
+        return _unpickled, (self.__wrapped__, options._replace(policy=whole, functions=None, modules=(), chosen=None))
 
 
 def _unpickled(function: Callable[P, R], options: Options | None) -> Checkpointed[P, R]:
-    return Checkpointed(function, DEFAULTS if options is None else options)
+    return Checkpointed(function, DEFAULTS if options is None else _with_parts(options))
+
+
+def _with_parts(options: Options) -> Options:
+    """Return options whose policy is taken apart into what it says of ops, of functions and of modules."""
+    if (policy := options.policy) is None or is_compiling():
+        return options._replace(chosen=policy)
+    ops, functions, modules = split(policy)
+    return options._replace(policy=ops, functions=functions, modules=modules, chosen=policy)
 
 
 def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:

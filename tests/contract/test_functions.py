@@ -21,7 +21,7 @@ from tests.helpers import LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
 from torch_remat.errors import PolicyError
 from torch_remat.policies import nothing
-from torch_remat.policies.kinds import Decision, FunctionsPolicy
+from torch_remat.policies.kinds import Decision, FunctionsPolicy, OpPolicy
 
 PROGRAMS = {}
 
@@ -478,14 +478,26 @@ def test_names_are_left_out():
 # --- Lists.
 
 
-def test_a_list_is_pickled_and_copied():
-    region = remat.checkpoint(policy=[F.linear, torch.matmul, torch.Tensor.exp, torch.ops.aten.sin])(torch.sin)
-    for same in (pickle.loads(pickle.dumps(region)), copy.deepcopy(region)):
-        x = leaf(4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)
+PICKLED = {
+    "list": [F.linear, torch.matmul, torch.Tensor.exp, torch.ops.aten.sin],
+    "functions": [torch.sin],
+    "ready": remat.policies.save_attention,
+    "combined": remat.policies.save_matmuls | [torch.sin],
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
+@pytest.mark.parametrize("kind", PICKLED)
+def test_a_region_is_pickled_and_copied_before_and_after_it_runs(kind):
+    region = remat.checkpoint(policy=PICKLED[kind])(torch.sin)
+    for _ in range(2):
+        for same in (pickle.loads(pickle.dumps(region)), copy.deepcopy(region), region):
+            x = leaf(4)
             same(x).sum().backward()
-        assert torch.equal(x.grad, x.cos())
+            assert torch.equal(x.grad, x.cos())
+    if isinstance(policy := PICKLED[kind], OpPolicy):
+        for same in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+            assert repr(same) == repr(policy)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ class OpPolicy(ABC):
     expects_ops = is_ready = False
     taken_apart: Split | None = None  # once `split` has done it
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have; they are taken apart anew, since pickle does not know all functions."""
+        return {name: value for name, value in vars(self).items() if name != "taken_apart"}
+
     def op_names(self) -> Sequence[str]:
         """Return the names of the ops that it lists."""
         return ()
