@@ -553,7 +553,7 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "verdict to offload is to recompute", "policies", "policies/kinds.py",
+        "verdict to offload is to recompute", "policies", "policies/decision.py",
         'self.keeps = self.offloads or self._name_.endswith("SAVE")',
         'self.keeps = self._name_.endswith("SAVE")',
     ),
@@ -563,7 +563,7 @@ MUTANTS = (
         "places = [place for place, decision in enumerate(said) if not decision.keeps]",
     ),
     Mutant(
-        "the weaker of two verdicts holds", "policies", "policies/kinds.py",
+        "the weaker of two verdicts holds", "policies", "policies/policy.py",
         "return (max(said[0] for said in found if said),) if any(found) else ()",
         "return (min(said[0] for said in found if said),) if any(found) else ()",
     ),

@@ -20,7 +20,8 @@ from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, 
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.kinds import OpPolicy, as_policy, split
+from torch_remat.policies.given import as_policy
+from torch_remat.policies.policy import OpPolicy, split
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,7 +17,9 @@ from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, tor
 from torch_remat._options import CheckpointOptions, require_options
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
-from torch_remat.policies.kinds import FunctionPolicy, OpPolicy, as_policy
+from torch_remat.policies.by_op import PolicyFunction
+from torch_remat.policies.given import as_policy
+from torch_remat.policies.policy import OpPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -253,7 +255,7 @@ def _policy_of(context_fn: ContextFn) -> tuple[OpPolicy, bool] | ContextFn:
         return _as_told(*context_fn.args, **context_fn.keywords)
     contexts: Any = context_fn()
     if (type(contexts[0]), type(contexts[1])) == SELECTIVE_CONTEXTS:
-        return FunctionPolicy(contexts[0].policy_fn), contexts[1].allow_cache_entry_mutation
+        return PolicyFunction(contexts[0].policy_fn), contexts[1].allow_cache_entry_mutation
     return lambda: contexts
 
 

@@ -13,7 +13,7 @@ from torch_remat.errors import UsageError
 
 if TYPE_CHECKING:
     from torch_remat.offload.protocol import Offloader
-    from torch_remat.policies.kinds import OpPolicy
+    from torch_remat.policies.policy import OpPolicy
 
 P = ParamSpec("P")
 R = TypeVar("R")

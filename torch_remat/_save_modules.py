@@ -23,8 +23,9 @@ from torch_remat._compiled import compiled_part
 from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, shown
-from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.kinds import Decider, Decision, OpContext, OpPolicy, as_policy
+from torch_remat.policies.decision import CheckpointPolicy, Decision
+from torch_remat.policies.given import as_policy
+from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 _FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
 

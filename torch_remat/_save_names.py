@@ -6,8 +6,9 @@ import torch
 
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, UsageError, shown
-from torch_remat.policies.kinds import Decision, OpPolicy
+from torch_remat.policies.decision import Decision
 from torch_remat.policies.names import NamePolicy
+from torch_remat.policies.policy import OpPolicy
 
 
 def save_names(*patterns: str) -> NamePolicy:

@@ -21,7 +21,9 @@ from tests.helpers import LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
 from torch_remat.errors import PolicyError
 from torch_remat.policies import nothing
-from torch_remat.policies.kinds import Decision, FunctionsPolicy, OpPolicy
+from torch_remat.policies.by_function import FunctionsPolicy
+from torch_remat.policies.decision import Decision
+from torch_remat.policies.policy import OpPolicy
 
 PROGRAMS = {}
 

@@ -21,7 +21,7 @@ from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.policies.kinds import ChoosesModules, KeptFunctions, OpPolicy
+    from torch_remat.policies.policy import ChoosesModules, KeptFunctions, OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]

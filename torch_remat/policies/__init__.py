@@ -22,9 +22,11 @@ from torch.nn import functional as F
 
 from torch_remat._compat import OTHER_PRODUCTS, PRODUCTS_BY_FACE, has_effect
 from torch_remat.errors import PolicyError, shown
+from torch_remat.policies.by_op import PolicyFunction, op_name
 from torch_remat.policies.collectives import is_all_gather, is_collective, is_of_collectives
+from torch_remat.policies.decision import Decision
 from torch_remat.policies.functions import name_of, seen_as
-from torch_remat.policies.kinds import Decision, FunctionPolicy, OpContext, op_name
+from torch_remat.policies.policy import OpContext
 
 __all__ = [
     "never_replay_effects",
@@ -52,7 +54,7 @@ _DISCRETE = frozenset((
 ))  # fmt: skip
 
 
-class _Ready(FunctionPolicy):
+class _Ready(PolicyFunction):
     """A policy of the library's own: by function in a region, by op for a compiler and for torch's own contexts."""
 
     expects_ops = is_ready = True
@@ -87,7 +89,7 @@ def save_matmuls(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     return op_name(op) in _MATMULS
 
 
-@FunctionPolicy
+@PolicyFunction
 def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the first, third, ... matrix product of the region, counted anew in each forward."""
     if op_name(op) not in _MATMULS:
@@ -100,7 +102,7 @@ def save_every_other_matmul(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) 
 save_every_other_matmul.expects_ops = True
 
 
-@FunctionPolicy
+@PolicyFunction
 def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save what makes choices out of numbers (``topk``, ``sort``, ``argmax``, ``unique``, ``nonzero``).
 
@@ -109,19 +111,19 @@ def save_discrete(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     return op_name(op) in _DISCRETE
 
 
-@FunctionPolicy
+@PolicyFunction
 def never_replay_effects(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the results of collectives and of ops with ordered effects, so that replay does not repeat them."""
     return is_of_collectives(op) or has_effect(op)
 
 
-@FunctionPolicy
+@PolicyFunction
 def _save_collectives_and_all_gathers(ctx: OpContext, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Save the results of all collectives."""
     return is_collective(op)
 
 
-class _SaveCollectives(FunctionPolicy):
+class _SaveCollectives(PolicyFunction):
     """The ready policy that takes an option: ``save_collectives(all_gathers=True)``."""
 
     def __call__(self, *call: Any, all_gathers: bool = False, **kwargs: Any) -> Any:

@@ -1,8 +1,12 @@
-"""What replay does with an op."""
+"""What replay does with an op: as users say it, and as policies decide it."""
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Sequence
+from enum import Enum, IntEnum
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from torch_remat.errors import UsageError, shown
 
@@ -35,3 +39,52 @@ def require_policy(policy: object, op: str, region: str | None = None) -> None:
             op=op,
             remedy="The policy of a call is remat.CheckpointPolicy.SAVE, OFFLOAD or RECOMPUTE.",
         )
+
+
+class Decision(IntEnum):
+    """What a policy says of one result; where policies are combined the higher one holds.
+
+    Attributes:
+        keeps: Whether the result is kept, here or elsewhere.
+        offloads: Whether it leaves the device.
+    """
+
+    PREFER_RECOMPUTE = 0
+    PREFER_OFFLOAD = 1
+    PREFER_SAVE = 2
+    MUST_RECOMPUTE = 3
+    MUST_OFFLOAD = 4
+    MUST_SAVE = 5
+    LEFT_OUT = 6
+
+    keeps: bool
+    offloads: bool
+
+    def __init__(self, _value: int) -> None:
+        self.offloads = self._name_.endswith("OFFLOAD")
+        self.keeps = self.offloads or self._name_.endswith("SAVE")
+
+
+# By name, since not all releases of torch know the policies that offload.
+OF_TORCH = {
+    name: Decision[name.replace("CPU_", "")]
+    for name in TorchPolicy.__members__
+    if name.replace("CPU_", "") in Decision.__members__
+}
+_DECISIONS: dict[Any, Decision] = {
+    False: Decision.PREFER_RECOMPUTE,
+    None: Decision.PREFER_RECOMPUTE,  # a function written for selective activation checkpointing may fall through
+    True: Decision.MUST_SAVE,
+    CheckpointPolicy.RECOMPUTE: Decision.PREFER_RECOMPUTE,
+    CheckpointPolicy.SAVE: Decision.MUST_SAVE,
+    CheckpointPolicy.OFFLOAD: Decision.MUST_OFFLOAD,
+    **{TorchPolicy[name]: decision for name, decision in OF_TORCH.items()},
+}
+
+
+# What a policy function may return, with the answer of its decider: the one decision for all results.
+RECOMPUTED = (Decision.PREFER_RECOMPUTE,)
+SAVED = (Decision.MUST_SAVE,)
+ANSWERS: dict[Any, Sequence[Decision]] = {
+    said: RECOMPUTED if decision is Decision.PREFER_RECOMPUTE else (decision,) for said, decision in _DECISIONS.items()
+}

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torch_remat._compat import past_the_compiler
 from torch_remat.errors import Carried, PolicyError, RematError, warn
-from torch_remat.policies.kinds import OF_TORCH, Combined, OpContext, OpPolicy
+from torch_remat.policies.decision import OF_TORCH
 from torch_remat.policies.names import NamePolicy
+from torch_remat.policies.policy import Combined, OpContext, OpPolicy
 
 _FOR_TORCH = {decision: TorchPolicy[name] for name, decision in OF_TORCH.items()}
 

@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch_remat.errors import PolicyError
-from torch_remat.policies.kinds import Combined, Decider, Decision, OpContext, OpPolicy, as_policy
+from torch_remat.policies.decision import Decision
+from torch_remat.policies.given import as_policy
+from torch_remat.policies.policy import Combined, Decider, OpContext, OpPolicy
 
 
 class NamePolicy(OpPolicy):

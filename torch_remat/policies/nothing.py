@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from torch_remat.errors import warn
-from torch_remat.policies.kinds import OpPolicy
+from torch_remat.policies.policy import OpPolicy
 
 _SELECTS: dict[Hashable, bool] = {}
 _KNOWN: dict[tuple[object, object], object] = {}

@@ -24,7 +24,10 @@ from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.forward import Recording, run_region
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import PolicyError, UsageError
-from torch_remat.policies.kinds import Decider, Decision, FunctionPolicy, OpContext, OpPolicy, as_policy
+from torch_remat.policies.by_op import PolicyFunction
+from torch_remat.policies.decision import Decision
+from torch_remat.policies.given import as_policy
+from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 P = ParamSpec("P")
 
@@ -288,4 +291,4 @@ def _cells(row: NamedResult) -> tuple[str, ...]:
     return (row.name, row.op, shape, row.dtype, f"{row.bytes:,}", f"{row.flops:,}" if row.flops else "", *marks)
 
 
-_nothing = FunctionPolicy(lambda ctx, op, *args, **kwargs: False)
+_nothing = PolicyFunction(lambda ctx, op, *args, **kwargs: False)

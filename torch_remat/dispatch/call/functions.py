@@ -54,8 +54,8 @@ from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import Carried, RematError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.functions import label_of, name_of, opened, opened_around
-from torch_remat.policies.kinds import KeptFunctions
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
+from torch_remat.policies.policy import KeptFunctions
 
 _new = object.__new__  # as in the recorder
 _PLAIN = frozenset((Tensor, Parameter))

@@ -74,7 +74,7 @@ from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.kinds import OpPolicy
+from torch_remat.policies.policy import OpPolicy
 
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs

@@ -49,8 +49,9 @@ from torch_remat.dispatch.log.storages import Storages
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.errors import PolicyError
 from torch_remat.offload.sender import Departures
-from torch_remat.policies.kinds import RECOMPUTED, Decider, Decision, OpContext, OpPolicy
+from torch_remat.policies.decision import RECOMPUTED, Decision
 from torch_remat.policies.nothing import is_new, note_first
+from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
