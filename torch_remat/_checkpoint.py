@@ -176,7 +176,8 @@ class Checkpointed(Generic[P, R]):
         if options is DEFAULTS:
             return _unpickled, (self.__wrapped__, None)
         whole = options.policy if options.chosen is None else options.chosen
-        return _unpickled, (self.__wrapped__, options._replace(policy=whole, functions=None, modules=(), chosen=None))
+        plain = options._replace(policy=whole, functions=None, modules=(), price=None, chosen=None)
+        return _unpickled, (self.__wrapped__, plain)
 
 
 def _unpickled(function: Callable[P, R], options: Options | None) -> Checkpointed[P, R]:
@@ -187,8 +188,8 @@ def _with_parts(options: Options) -> Options:
     """Return options whose policy is taken apart into what it says of ops, of functions and of modules."""
     if (policy := options.policy) is None or is_compiling():
         return options._replace(chosen=policy)
-    ops, functions, modules = split(policy)
-    return options._replace(policy=ops, functions=functions, modules=modules, chosen=policy)
+    ops, functions, modules, price = split(policy)
+    return options._replace(policy=ops, functions=functions, modules=modules, price=price, chosen=policy)
 
 
 def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:

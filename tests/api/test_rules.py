@@ -1,6 +1,6 @@
 """The rules of the package: who imports whom, and where private torch names may stand.
 
-errors, _compat  <-  policies/, offload/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/
+errors, _compat  <-  policies/, offload/, ladders/  <-  dispatch/  <-  face  <-  reports/, budgets/, dtr/
 
 An arrow points to what may be imported.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "torch_remat"
 NAME = "torch_remat"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ALLOWED = {"torch", "optree", NAME} | set(sys.stdlib_module_names)
+ALLOWED = {"torch", "optree", "networkx", NAME} | set(sys.stdlib_module_names)
 LEAVES = {"placeholder", "ambient", "schema"}
 # What is loaded only where it is used, and does not know who loads it; the first is for type checkers.
 LAZY = {
@@ -68,7 +68,7 @@ def layer(module: str) -> int:
         return 6  # the bench: nothing imports it
     if parts[0] in {"errors", "_compat", "_requires", "_version"}:
         return 0
-    return {"policies": 1, "offload": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
+    return {"policies": 1, "offload": 1, "ladders": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> list[str]:
@@ -162,7 +162,7 @@ def asks_for_accelerator(source: str) -> list[str]:
 
 
 def foreign_modules(source: str, module: str) -> list[str]:
-    """Return the imports from elsewhere than torch, optree and the standard library.
+    """Return the imports from elsewhere than torch, optree, networkx and the standard library.
 
     `typing_extensions` is for type checkers alone.
     """
@@ -197,7 +197,7 @@ def test_only_compat_asks_which_accelerator_there_is():
     assert_none(lambda source, *_: asks_for_accelerator(source), allowed=("_compat.py",))
 
 
-def test_files_import_nothing_but_torch_optree_and_the_standard_library():
+def test_files_import_nothing_but_their_packages_and_the_standard_library():
     assert_none(lambda source, module, _: foreign_modules(source, module))
 
 

@@ -273,6 +273,12 @@ class ResidentRef(ref[OpHolder]):
         return detached(tensor)
 
 
+def value_behind(entry: Any) -> torch.Tensor | None:
+    """Return the value of the holder behind an entry of the tape, if there is one."""
+    holder = entry() if type(entry) is ref else None
+    return None if holder is None else holder.value
+
+
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an ``nn.Parameter``; the two usual types are told apart without a slow ``isinstance``."""
     kind = type(tensor)

@@ -21,7 +21,7 @@ from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.policies.policy import ChoosesModules, KeptFunctions, OpPolicy
+    from torch_remat.policies.policy import ChoosesModules, ChoosesRungs, KeptFunctions, OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]
@@ -51,9 +51,10 @@ class Options(NamedTuple):
     offloader: Offloader | None = None
     offload_inputs: bool = False
     op_log: OpLog | None = None  # for ``debug=True``
-    # What the policy says of functions, and of modules; ``policy`` is what it says of ops, and ``chosen`` all of it.
+    # What the policy says of functions, of modules, and by price; ``policy`` is what it says of ops, ``chosen`` is all.
     functions: KeptFunctions | None = None
     modules: Sequence[ChoosesModules] = ()
+    price: ChoosesRungs | None = None
     chosen: OpPolicy | None = None
 
 

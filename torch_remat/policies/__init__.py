@@ -23,12 +23,14 @@ from torch.nn import functional as F
 from torch_remat._compat import OTHER_PRODUCTS, PRODUCTS_BY_FACE, has_effect
 from torch_remat.errors import PolicyError, shown
 from torch_remat.policies.by_op import PolicyFunction, op_name
+from torch_remat.policies.by_price import memory_budget
 from torch_remat.policies.collectives import is_all_gather, is_collective, is_of_collectives
 from torch_remat.policies.decision import Decision
 from torch_remat.policies.functions import name_of, seen_as
 from torch_remat.policies.policy import OpContext
 
 __all__ = [
+    "memory_budget",
     "never_replay_effects",
     "save_attention",
     "save_collectives",

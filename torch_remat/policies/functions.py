@@ -22,6 +22,8 @@ from torch_remat.errors import PolicyError, shown
 
 _SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special)
 _NEVER = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "rnn_relu", "rnn_tanh", "lstm", "gru"))
+_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+             "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__", "__delitem__")  # fmt: skip
 _PYTHON_MODULES = ("torch.nn.functional", "torch.functional")  # of torch's functions in Python
 # What their functions are made of, where that has another name.
 OPS: Mapping[str, tuple[str, ...]] = {
@@ -88,7 +90,7 @@ def seen_as(function: Any) -> tuple[Any, ...]:
     if not is_function(function):
         raise not_seen(function)
     name = name_of(function)
-    if name in _NEVER or (name.endswith("_") and not name.endswith("__")):
+    if changes_arguments(name):
         raise PolicyError(
             f"a policy lists {label_of(function)}, whose calls are never kept, since they change their arguments",
             remedy="Leave it out: it runs again in replay.",
@@ -99,6 +101,11 @@ def seen_as(function: Any) -> tuple[Any, ...]:
         if other is not None and is_function(other) and not any(other is one for one in found):
             found.append(other)
     return tuple(found)
+
+
+def changes_arguments(name: str) -> bool:
+    """Whether a function of torch's own changes its arguments, or statistics, by its name."""
+    return name in _NEVER or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def not_seen(value: Any) -> PolicyError:

@@ -9,12 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch_remat.errors import Carried, PolicyError
 from torch_remat.policies.decision import Decision
 
+if TYPE_CHECKING:
+    from torch_remat.ladders.ladder import Ladder, Rung
+
 _NONE: Mapping[Any, Decision] = MappingProxyType({})
+_NO_ACTS: Mapping[Any, Any] = MappingProxyType({})
 
 
 class ChoosesModules(Protocol):
@@ -25,6 +29,13 @@ class ChoosesModules(Protocol):
 
     def enter(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> None:
         """Find the modules of a region that begins."""
+
+
+class ChoosesRungs(Protocol):
+    """What a region asks of a policy that goes by price."""
+
+    def choose(self, ladder: Ladder) -> Rung:
+        """Return what a region keeps, given what it can keep."""
 
 
 class Named(Protocol):
@@ -106,6 +117,10 @@ class OpPolicy(ABC):
     def modules(self) -> Sequence[ChoosesModules]:
         """Return it, if it chooses modules and does nothing else."""
         return ()
+
+    def price(self) -> ChoosesRungs | None:
+        """Return it, if it goes by price and does nothing else."""
+        return None
 
     def kinds(self) -> Iterable[OpPolicy]:
         """Return the policies of which it is made."""
@@ -224,27 +239,35 @@ class KeptFunctions(NamedTuple):
         left_out: Patterns on the names of calls that are not kept.
         policy: The policy, with what it says of ops.
         tables: What each phase of a region does with each function, once a first region was made.
+        acts: Of functions that are kept by price, by the number of a call which of its results are kept; of a number
+            that is not there replay runs the call.
     """
 
     decisions: Mapping[Any, Decision]
     left_out: Sequence[str]
     policy: OpPolicy
     tables: dict[str, Any]
+    acts: Mapping[Any, Mapping[int, Sequence[int]]] = _NO_ACTS
 
 
 _TABLES: dict[Any, dict[str, Any]] = {}  # since many make a policy anew in each step
 
 
 class Split(NamedTuple):
-    """What a policy says of ops, for which these have to be watched; of functions; and of modules."""
+    """What a policy says of ops, for which these have to be watched; of functions; of modules; and by price."""
 
     ops: OpPolicy | None
     functions: KeptFunctions | None
     modules: Sequence[ChoosesModules]
+    price: ChoosesRungs | None
 
 
 def split(policy: OpPolicy) -> Split:
-    """Take a policy apart."""
+    """Take a policy apart.
+
+    Raises:
+        PolicyError: It goes by price, and decides about ops.
+    """
     if policy.taken_apart is None:
         policy.taken_apart = _split(policy)
     return policy.taken_apart
@@ -252,27 +275,44 @@ def split(policy: OpPolicy) -> Split:
 
 def _split(policy: OpPolicy) -> Split:
     modules = [one for part in policy.kinds() for one in part.modules()]
-    found = [part for part in policy.kinds() if not part.modules()]
-    if not found:
-        return Split(None, None, modules)
+    prices = [price for part in policy.kinds() if (price := part.price()) is not None]
+    found = [part for part in policy.kinds() if not part.modules() and part.price() is None]
     # Where ops are watched anyway, the library's own policies decide about these, by whose names others may know them.
-    if not all(part.functions() for part in found):
+    if not prices and not all(part.functions() for part in found):
         by_function = [part for part in found if part.functions() and not part.is_ready]
     else:
-        by_function = found
+        by_function = [part for part in found if part.functions()]
+    ops = [part for part in found if not any(part is one for one in by_function)]
     decisions: dict[Any, Decision] = {}
     for part in by_function:
         for function, decision in part.functions().items():
             decisions[function] = max(decision, decisions.get(function, decision))
-    if not decisions:
-        return Split(Combined(found) if modules else policy, None, modules)
-    ops = [part for part in found if not any(part is one for one in by_function)]
     left_out = [pattern for part in ops for pattern in part.left_out()]
-    key = (tuple(decisions.items()), tuple(left_out))
-    kept = KeptFunctions(decisions, left_out, policy, _TABLES.setdefault(key, {}))
+    if prices:
+        _check_prices(policy, prices, ops)
+        return Split(None, _kept(decisions, left_out, policy), modules, prices[0])
+    if not decisions:
+        return Split((Combined(found) if modules else policy) if found else None, None, modules, None)
+    kept = _kept(decisions, left_out, policy)
     if all(part.left_out() for part in ops):
-        return Split(None, kept, modules)
-    return Split(Combined(ops) if len(ops) > 1 else ops[0], kept, modules)
+        return Split(None, kept, modules, None)
+    return Split(Combined(ops) if len(ops) > 1 else ops[0], kept, modules, None)
+
+
+def _kept(decisions: Mapping[Any, Decision], left_out: Sequence[str], policy: OpPolicy) -> KeptFunctions:
+    key = (tuple(decisions.items()), tuple(left_out))
+    return KeptFunctions(decisions, left_out, policy, _TABLES.setdefault(key, {}))
+
+
+def _check_prices(policy: OpPolicy, prices: Sequence[ChoosesRungs], ops: Sequence[OpPolicy]) -> None:
+    if len(prices) > 1:
+        raise PolicyError(f"the policy {policy!r} has two memory budgets", remedy="Give one share of the bytes.")
+    if any(not part.left_out() for part in ops):
+        raise PolicyError(
+            f"the policy {policy!r} decides about ops, and by price about functions",
+            remedy="A memory budget goes with functions such as F.linear, with remat.save_modules, and with "
+            "& ~remat.save_names(...). Use the functions that user code calls in place of their ops.",
+        )
 
 
 _read: Callable[[Any], OpPolicy]

@@ -440,17 +440,32 @@ class Answerer:
         if refusal is not None:
             if self.is_of_handle(refusal.source):
                 return False
-        elif not is_of_placeholders(error) and (isinstance(error, RematError | Warning) or not self.changes_results):
+        elif not (self.region.kind is not None or is_of_placeholders(error)) and (
+            isinstance(error, RematError | Warning) or not self.changes_results
+        ):
             return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
         entries = [entry for entry in self._entries if not (entry.run or entry.is_view() or self._stays_skipped(entry))]
-        if not entries or any(self._cannot_run(entry) for entry in entries):
+        skipped = [call for call in self.region.tape.functions.values() if call.is_saved and call.results is not None]
+        if not (entries or skipped) or any(self._cannot_run(entry) for entry in entries):
             return False
+        if skipped:
+            self._run_functions()
         for entry in entries:
             entry.run = True
         for entry in self._entries:
             entry.before = None
         self._started_over_for, self._refusal = error, refusal
         return True
+
+    def _run_functions(self) -> None:
+        """Let all calls of functions run that a ladder keeps or skips, of which forward did something else."""
+        if self.region.kind is not None:
+            self.region.kind.restarts += 1
+        for call in self.region.tape.functions.values():
+            call.is_saved = False
+            for elided in call.waiting:
+                if (holder := elided.holder()) is not None:
+                    holder.resident = False
 
     @property
     def has_started_over(self) -> bool:
@@ -471,8 +486,8 @@ class Answerer:
 
     def warn(self) -> None:
         """Warn of what replay has started over for, once it has ended."""
-        if (error := self._started_over_for) is None:
-            return
+        if (error := self._started_over_for) is None or not self._entries:
+            return  # of a ladder nobody knows
         if (refusal := self._refusal) is not None:
             source, consumer, file, line = refusal
             name = qualified_name(self.region_name, source.op, source.output)

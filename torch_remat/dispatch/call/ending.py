@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
-from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.holder import RegionLike, value_behind
 from torch_remat.dispatch.log.entry import Call, Entry
 from torch_remat.dispatch.log.meta import key_of
 from torch_remat.dispatch.log.needs import find_needs
@@ -82,14 +82,15 @@ def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
 
 
 def _give_up_changed(log: Recorder) -> None:
-    """Let replay run the calls of functions whose results were modified, or may have been."""
+    """Let replay run the calls of functions whose results were modified, or what they have saved, or may have been."""
     for call in log.region.tape.functions.values():
-        for alias, version in call.held:
-            if alias._version != version:
-                log.give_up(call)
-        for _, key in call.made if log.pointed else ():
-            if key in log.pointed:
-                log.give_up(call)
+        is_changed = any(alias._version != version for _, alias, version in call.held)
+        if log.pointed and not is_changed:
+            saved = map(value_behind, log.region.tape.saved[call.start : call.end])
+            keys = [*(key for _, key in call.made), *(key_of(value) for value in saved if value is not None)]
+            is_changed = not log.pointed.keys().isdisjoint(keys)
+        if is_changed:
+            log.give_up(call)
         if not call.is_saved:
             call.held = ()
 
@@ -99,13 +100,14 @@ def _keep_results(log: Recorder) -> None:
     region = log.region
     last = region.tape.last_place(region.hooks, region.options.early_stop)
     for call in region.tape.functions.values():
-        if call.is_saved and call.end <= last:
+        call.is_answered = call.is_saved and call.end <= last
+        if call.is_answered:
             is_usual = region.hooks is None and call.policy is CheckpointPolicy.SAVE
             call.kept = {
                 place: Slot.of_alias(alias)
                 if is_usual
                 else slot_for(region.hooks, log.departures, call.name, call.label(place), alias, call.policy, False)
-                for place, (alias, _) in enumerate(call.held)
+                for place, alias, _ in call.held
             }
         call.held = ()
 

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
     POINTER_FUNCTIONS,
+    OperatorBase,
+    OpOverloadPacket,
     any_autocast_enabled,
     is_dynamo_compiling,
     is_transformed,
@@ -45,15 +47,16 @@ from torch_remat.dispatch.call.call import Given
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of, kept_or_stand_in
 from torch_remat.dispatch.log.entry import FIRST, Call
-from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of
+from torch_remat.dispatch.log.meta import described, key_of, keys_of, parts_of
 from torch_remat.dispatch.log.schema import may_draw
 from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import Carried, RematError
-from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.functions import label_of, name_of, opened, opened_around
+from torch_remat.ladders.ladder import Rung
+from torch_remat.policies.decision import CheckpointPolicy, Decision
+from torch_remat.policies.functions import changes_arguments, label_of, name_of, opened, opened_around
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
 from torch_remat.policies.policy import KeptFunctions
 
@@ -134,16 +137,12 @@ class Noting(Functions):
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a chosen function, and note the call."""
         log = self._log()
-        if (
-            current_mode() is not self._mode
-            or log.calling is not None
-            or not torch.is_grad_enabled()
-            or is_transformed()
-            or (kwargs and kwargs.get("out") is not None)
-            or (log.opened and log.is_in_skipped_body())
-        ):
+        if not is_counted(self._mode, kwargs):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
+        places: Sequence[int] | None = None
+        if (numbers := self.chosen.acts.get(func)) is not None and (places := numbers.get(number)) is None:
+            return func(*args, **kwargs)
         name = self._name_of(func)
         if self._left_out and any(fnmatchcase(name, pattern) for pattern in self._left_out):
             return func(*args, **kwargs)
@@ -151,7 +150,7 @@ class Noting(Functions):
         if log.has_policy or not about.is_in_c:
             return self._run(name, number, about.policy, func, args, kwargs)
         casts = None
-        if any_autocast_enabled():
+        if places is None and any_autocast_enabled():
             args, kwargs, casts = _cast(func, args, kwargs)
         leaves = args if not kwargs and _FLAT.issuperset(map(type, args)) else leaves_of(args, kwargs)
         call: Call = _new(Call)
@@ -169,7 +168,7 @@ class Noting(Functions):
         except BaseException:
             log.give_up(call)
             raise
-        if self._note_result(log, call, result, before, reads):
+        if self._note_result(log, call, result, before, reads, places):
             if draws is not None:
                 call.drawn = draws.end()
             log.region.tape.functions[func, number] = call
@@ -178,9 +177,15 @@ class Noting(Functions):
         return result
 
     def _note_result(
-        self, log: Recorder, call: Call, result: Any, before: Sequence[tuple[Tensor, int]], reads: Sequence[int]
+        self,
+        log: Recorder,
+        call: Call,
+        result: Any,
+        before: Sequence[tuple[Tensor, int]],
+        reads: Sequence[int],
+        places: Sequence[int] | None,
     ) -> bool:
-        """Note what a call returned; return False if replay is to run it."""
+        """Note what a call returned, of which ``places`` are kept, or all; return False if replay is to run it."""
         leaves: Sequence[Any] = (result,)
         if type(result) is not Tensor:
             leaves, form = flatten(result)
@@ -198,8 +203,12 @@ class Noting(Functions):
             made[key] = None
         log.settle()
         call.gradients = [leaf.requires_grad for leaf in leaves]
-        call.held = [(alias := self._mode.alias_of(leaf), alias._version) for leaf in leaves]
         call.saved = FIRST if len(leaves) == 1 else frozenset(range(len(leaves)))
+        held = [place for place in range(len(leaves)) if places is None or place in places]
+        if len(held) < len(leaves):  # of the others there are placeholders in replay
+            call.results = [described(leaf, None) for leaf in leaves]
+            log.known += [StorageWeakRef(leaf.untyped_storage()) for leaf in leaves]
+        call.held = [(place, alias := self._mode.alias_of(leaves[place]), alias._version) for place in held]
         call.made = [(0, key) for key in made]
         for key in made:
             log.storages.writers[key] = call, 0
@@ -304,9 +313,46 @@ class Census(TorchFunctionMode):
         return result
 
 
+def with_rung(fixed: KeptFunctions, rung: Rung) -> KeptFunctions:
+    """Return what a policy says of functions, with what is kept by price."""
+    key = id(rung), id(fixed.tables)
+    if (known := _RUNGS.get(key)) is None or known[0] is not rung or known[1].tables is not fixed.tables:
+        if len(_RUNGS) >= _MANY:
+            _RUNGS.clear()
+        decisions = dict.fromkeys(rung.acts, Decision.MUST_SAVE) | dict(fixed.decisions)
+        acts = {function: acts for function, acts in rung.acts.items() if function not in fixed.decisions}
+        whole = fixed._replace(decisions=decisions, tables={}, acts=acts)
+        known = _RUNGS[key] = rung, fixed, whole
+    return known[2]
+
+
+_RUNGS: dict[Any, tuple[Rung, KeptFunctions, KeptFunctions]] = {}
+_MANY = 4096
+
+
+def is_counted(mode: RematMode, kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a call of a function now is one of a region's forward itself, which a policy can keep."""
+    log: Any = mode.ops
+    return (
+        current_mode() is mode
+        and (log is None or (log.calling is None and not (log.opened and log.is_in_skipped_body())))
+        and torch.is_grad_enabled()
+        and not is_transformed()
+        and not (kwargs and kwargs.get("out") is not None)
+    )
+
+
+def can_be_kept(function: Any) -> bool:
+    """Whether a call of a function can be kept by price: it runs no Python of users, and does not change arguments."""
+    if type(function) not in _IN_C and not isinstance(function, OperatorBase | OpOverloadPacket):
+        return False
+    return not changes_arguments(name_of(function))
+
+
 def noting(mode: RematMode, log: Callable[[], Recorder], chosen: KeptFunctions) -> Noting:
     """Return what notes the calls of functions in a region's forward; ``log`` makes its log, if nothing else has."""
-    return (Noting if is_known(chosen.tables, identity_of(mode.region.function)) else First)(mode, log, chosen)
+    is_first = not (chosen.acts or is_known(chosen.tables, identity_of(mode.region.function)))
+    return (First if is_first else Noting)(mode, log, chosen)
 
 
 class Giving(Functions):
@@ -336,7 +382,7 @@ class Giving(Functions):
         if self._any_named and (name := ops.next_name()) is not None and ops.is_next(func, number):
             return _run(ops, name, ops.next_policy(), func, args, kwargs)
         call = self._calls.get((func, number))
-        if call is None or not call.is_saved or len(call.kept) != len(call.gradients):
+        if call is None or not (call.is_saved and call.is_answered):
             return func(*args, **kwargs)
         if call.casts is not None:
             args, kwargs, _ = _cast(func, args, kwargs, call.casts)

@@ -142,7 +142,7 @@ class Recorder:
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.changes: set[int] = set()
         self.by_handles: dict[int, list[tuple[Call, int]]] = {}
-        self._known: list[object] = []  # these storages: as long as this is there, no address comes again
+        self.known: list[object] = []  # these storages: as long as this is there, no address comes again
 
     # What is asked while forward runs.
 
@@ -726,7 +726,7 @@ class Recorder:
                 # What an enclosing region answers is a placeholder in its replay.
                 known = part.source if isinstance(part, Placeholder) else _weak(part)
                 if known is not None:
-                    self._known.append(known)
+                    self.known.append(known)
                     self.by_handles.setdefault(key_of(part), []).append((call, place))
 
     def know_parameters(self, args: Sequence[Any]) -> None:
@@ -753,7 +753,7 @@ class Recorder:
         self.region.recorder = self.watch = None
         self.opened, self.calling = [], None
         self.runs = []
-        self.by_handles, self._known = {}, []
+        self.by_handles, self.known = {}, []
         self.saving = self._given = None
         self.named = ()
         del self.mode, self.departures

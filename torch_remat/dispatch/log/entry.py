@@ -204,7 +204,8 @@ class Call(Entry):
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
         function_number: How many calls of its torch function came before it, if a policy that lists it has made it.
-        held: What a call of a torch function returned, with versions, until forward ends.
+        held: What a call of a torch function returned and is kept, by place, with versions, until forward ends.
+        is_answered: Whether replay goes on past it, so that there is what it returned, or what stands in for that.
         casts: Which of its arguments autocast casts before it runs, by place; None without autocast.
         is_saved: Whether it keeps what it has saved; decided at the end of forward, if its policy says so.
     """
@@ -231,7 +232,8 @@ class Call(Entry):
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
     function_number = -1
-    held: Sequence[tuple[torch.Tensor, int]] = ()
+    held: Sequence[tuple[int, torch.Tensor, int]] = ()
+    is_answered = False
     casts: Sequence[int] | None = None
     is_saved = True
 

@@ -6,12 +6,12 @@ of a region that keeps something, with a hook on each of its nodes that starts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from sys import _getframe, getrefcount
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -28,12 +28,14 @@ from torch_remat._compat import (
     keep_from_compiler,
     node_number,
     sequence_number,
+    top_saved_tensors_hooks,
     untraced,
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish, judge
-from torch_remat.dispatch.call.functions import Noting, noting
+from torch_remat.dispatch.call.functions import Noting, noting, with_rung
 from torch_remat.dispatch.call.recorder import Recorder
+from torch_remat.dispatch.call.survey import Survey
 from torch_remat.dispatch.check.samples import (
     UNKNOWN_TO_PYTHON,
     last_sample,
@@ -65,9 +67,12 @@ from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import UsageError, warn
+from torch_remat.ladders.kinds import Kind, kind_of
+from torch_remat.ladders.ladder import Rung
 from torch_remat.offload.transfer import Placement
 
 
@@ -90,16 +95,24 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
+    begun = None
+    if options.price is not None and top_saved_tensors_hooks() is None:  # else the forward may run again, just so
+        begun = begin(options, function, leaves_of(args, kwargs))
+        if begun.rung is not None and begun.rung.is_plain:
+            return function(*args, **kwargs)
     region = Region(function, args, kwargs, options, Filling)
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.begin(region)
     mode = Recording(region)
     try:
+        if begun is not None and not region.traced:
+            mode.go_by_price(begun)
         contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
         if is_watched():
             mode.observed = observed = watch(mode)
             contexts = (observed, *contexts)
-        run = function if mode.functions is None else partial(mode.functions.around, function)
+        seen = mode.functions or mode.survey
+        run = function if seen is None else partial(seen.around, function)
         output = mode.run(run, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         mode.finish(nodes)
@@ -124,6 +137,24 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if observed is not None:
         observed.finish(nodes)
     return output
+
+
+class Begun(NamedTuple):
+    """What is known of a region by price before it begins: its kind, the shapes of its arguments, and its rung."""
+
+    kind: Kind
+    shapes: Hashable
+    rung: Rung | None
+
+
+def begin(options: Options, function: Callable[..., Any], leaves: Sequence[Any]) -> Begun:
+    """Return what is known of a region whose policy goes by price."""
+    kind, shapes = kind_of(function, leaves)
+    rung = None
+    if options.price is not None and options.functions is not None and not kind.is_new(shapes):
+        ladder = kind.ladder(shapes, options.functions.decisions, options.functions.left_out)
+        rung = None if ladder is None else options.price.choose(ladder)
+    return Begun(kind, shapes, rung)
 
 
 def run_transformed(
@@ -165,6 +196,7 @@ class Recording(RematMode):
     ops: Recorder | None = None
     _value_of: ValueOf | None = None  # what the determinism check compares
     functions: Noting | None = None  # calls of functions, if the policy names some
+    survey: Survey | None = None  # of all of them, if this forward is recorded
     _keeps = False  # whether a budget may keep saved tensors
     _noted: list[ref[Any]]  # these
 
@@ -197,9 +229,19 @@ class Recording(RematMode):
             self.ops = Recorder(self, region)
             self.ops.watch_all(region.options.policy)
             self.lets_compiled_code_run = CompiledCode.is_noticed
-        if (chosen := region.options.functions) is not None:
+        if (chosen := region.chosen) is not None and chosen.decisions:
             self.functions = noting(self, self.ops_now, chosen)
         return contexts
+
+    def go_by_price(self, begun: Begun) -> None:
+        """Keep what a rung says, or record this forward for a ladder."""
+        region, (region.kind, shapes, rung) = self.region, begun
+        if rung is not None and region.chosen is not None:
+            region.chosen = with_rung(region.chosen, rung)
+        elif region.kind.is_new(shapes):
+            self.survey = survey = Survey(self, region.kind, shapes)
+            self.opening, self.lets_compiled_code_run = survey.see, CompiledCode.is_noticed
+            region.surveyed, region.chosen = True, None
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the function, and show its ops to the policy, if there is one."""
@@ -383,6 +425,8 @@ class Recording(RematMode):
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
             region.last_sample = last_sample(region.tape.saved, carriers, region.inputs)
         keeper, values = region.keeper, self._values() if self._noted else []
+        if self.survey is not None:
+            self.survey.finish(region.tape.saved)
         self._empty()
         region.end_number = sequence_number()
         region.versions, region.flags = versions_of(region.parameters), flags_of(region.parameters)
@@ -453,7 +497,7 @@ class Recording(RematMode):
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
-        self.functions = None
+        self.functions = self.survey = None
         if self.observed is not None:
             self.observed = self.watcher = None
 

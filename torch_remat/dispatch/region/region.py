@@ -40,6 +40,7 @@ from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import ReleasedError, UsageError
+from torch_remat.ladders.kinds import Kind
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
@@ -227,6 +228,8 @@ class Region:
     keeper: Keeper | None = None  # inside of a budget
     recorder: RecorderLike | None = None  # of names and ops, while forward runs
     replayed_in = -1  # the latest backward that came here
+    kind: Kind | None = None  # if what it keeps goes by price
+    surveyed = False  # whether its forward was recorded for that, under a dispatch mode
     misuse: Callable[[], UsageError] | None = None  # a gradient inside forward that was refused
 
     def __init__(
@@ -239,6 +242,7 @@ class Region:
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
+        self.chosen = options.functions  # with what a ladder says, from the start of forward
         self._replay = replay
         hooks = top_saved_tensors_hooks()
         inputs = RegionInputs(args, kwargs, hooks)

@@ -53,7 +53,7 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import Replaying, StopReplay, StopUnderHooks
+from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
@@ -123,6 +123,8 @@ class Filling(Replaying):
         try:
             contexts = self._go_back()
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
+            if region.surveyed:  # ops of C++ write into their tensors where no mode is active
+                self.opening, self.lets_compiled_code_run = RematMode.__torch_dispatch__, CompiledCode.is_noticed
             args, kwargs = region.inputs.restore(region)
             set_grad_enabled(True)
             try:
@@ -137,7 +139,7 @@ class Filling(Replaying):
                     contexts = self._contexts() + contexts
                 self._first_number = sequence_number()
                 function = region.function
-                if (chosen := region.options.functions) is not None:
+                if (chosen := region.chosen) is not None and chosen.decisions:
                     # Also where nothing is kept: what the compiler does depends on modes.
                     seen = Functions(chosen) if self.ops is None else Giving(self, self.ops, chosen)
                     function = partial(seen.around, function)
