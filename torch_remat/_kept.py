@@ -100,7 +100,12 @@ class Kept(NamedTuple):
 def kept_by(region: Region) -> Iterator[Kept]:
     """Yield all that a region keeps now, and the saved tensors that replay has to make."""
     entries = [*region.tape.calls, *region.tape.functions.values()]
-    decisions = decisions_of(region)
+    decisions: dict[str, CheckpointPolicy] = {
+        call.name: call.policy
+        for call in list(region.tape.functions.values())
+        if call.policy is CheckpointPolicy.OFFLOAD and call.is_saved
+    }
+    decisions |= decisions_of(region)
     undecided = list(_undecided_in(region))
     away = {(entry.group, entry.label(place)) for entry in entries for place in entry.away}
     away |= {(row.op, row.tensor) for row in undecided if row.decision is CheckpointPolicy.OFFLOAD}

@@ -317,7 +317,7 @@ class Recorder:
                 continue  # an error where it is read: no hook may take it for what was saved
             elif self.region.hooks is not None:
                 self._give_to_hooks(holder, tensor)
-            elif call.policy is _OFFLOAD:
+            elif call.policy is _OFFLOAD and not self._stays(tensor):
                 self.departures.waiting.append((holder, tensor))
         self.saving = self._given = None
         self.named, self.number = (), -1
@@ -325,6 +325,12 @@ class Recorder:
         self._awaited.clear()
         if self.departures.waiting:
             self.departures.send()
+
+    def _stays(self, tensor: Tensor) -> bool:
+        """Whether a call of a function has made a tensor that stays on the device, so that its readers keep no copy."""
+        maker = self.storages.writers.get(key_of(tensor)) if self.storages.writers else None
+        entry = None if maker is None else maker[0]
+        return type(entry) is Call and len(entry.held) > 0 and entry.policy is CheckpointPolicy.SAVE
 
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""

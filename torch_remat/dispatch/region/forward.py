@@ -74,6 +74,7 @@ from torch_remat.errors import UsageError, warn
 from torch_remat.ladders.kinds import Kind, kind_of
 from torch_remat.ladders.ladder import Rung
 from torch_remat.offload.transfer import Placement
+from torch_remat.policies.decision import CheckpointPolicy
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -458,8 +459,13 @@ class Recording(RematMode):
 
         Afterwards only what the region's outputs lead to is alive.
         """
-        calls = self.region.tape.functions.values()
-        made = {key for call in calls if call.is_saved for _, key in call.made} if calls else set[int]()
+        # What a call of a function returned, unless it is to leave: that does so as its result, and replay fills these.
+        made = {
+            key
+            for call in self.region.tape.functions.values()
+            if call.is_saved and call.policy is not CheckpointPolicy.OFFLOAD
+            for _, key in call.made
+        }
         for entry in self.region.tape.saved:
             if type(entry) is ref:
                 if (holder := entry()) is None or (value := holder.value) is None:
