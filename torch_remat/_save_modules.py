@@ -29,6 +29,11 @@ from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 _FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
 
+_IN_OTHERS = (
+    " If it matches in other layers only, make all of them regions by one remat.checkpoint_modules(model, patterns, "
+    "policy=...), where it need match in one of them."
+)
+
 
 def save_modules(*patterns: Pattern) -> OpPolicy:
     """Return a policy that saves what calls of certain modules save and return.
@@ -109,8 +114,12 @@ class ModulesPolicy(OpPolicy):
             if any(matches(name, module, pattern) for name, module in named):
                 self._matched.add(pattern)
 
-    def take(self, roots: Mapping[str, Module]) -> None:
+    def take(self, roots: Mapping[str, Module], advice: str = "") -> None:
         """Find the modules below those of some regions, by the regions' names.
+
+        Args:
+            roots: The modules of the regions.
+            advice: What else the error says about what to do.
 
         Raises:
             PolicyError: A pattern matches none of them, nor any before.
@@ -122,7 +131,7 @@ class ModulesPolicy(OpPolicy):
                 kinds = " and ".join(dict.fromkeys(type(root).__name__ for root in roots.values()))
                 raise PolicyError(
                     f"{self!r}: the pattern {told(pattern)} matches no module with a forward in {kinds}",
-                    remedy=near(pattern, named),
+                    remedy=near(pattern, named) + advice,
                 )
         for root in roots.values():
             self._roots.add(root)
@@ -137,7 +146,7 @@ class ModulesPolicy(OpPolicy):
         """Find the modules of a region that begins, unless its module is known."""
         roots = {str(at): root for at, root in enumerate(_modules_of(function, args))}
         if new := {name: root for name, root in roots.items() if root not in self._roots}:
-            self.take(new)
+            self.take(new, _IN_OTHERS)
         elif not roots:
             raise PolicyError(
                 f"{self!r} is the policy of a region whose function is no module's and reaches none",
