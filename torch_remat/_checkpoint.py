@@ -44,7 +44,7 @@ def checkpoint(
     context_fn: ContextFn | None = None,
     offloader: Offloader | None = None,
     offload_inputs: bool = False,
-    policy: OpPolicy | Iterable[Any] | Callable[..., Any] | None = None,
+    policy: OpPolicy | Iterable[Any] | Mapping[Any, Any] | Callable[..., Any] | None = None,
     allow_cache_entry_mutation: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Run a function as a checkpointed region: its activations are recomputed in backward instead of kept.
@@ -74,10 +74,11 @@ def checkpoint(
         offload_inputs: Whether the region's inputs leave the device too. With long sequences they are most of
             what is kept.
         policy: What is saved, instead of recomputing all: a list of functions of torch, such as ``F.linear``, whose
-            calls are kept; `save_modules`; one of `torch_remat.policies`; or several of these with ``|`` between them.
-            Also by op, for which every op of the region passes a dispatch mode: a list of ops, `save_names`, or a
-            function with the signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``. A saved
-            result is kept only if replay or backward needs it.
+            calls are kept, or a dict from these to decisions, such as ``{F.linear: CheckpointPolicy.OFFLOAD}``;
+            `save_modules`; one of `torch_remat.policies`; or several of these with ``|`` between them. Also by op, for
+            which every op of the region passes a dispatch mode: a list or dict of ops, `save_names`, or a function with
+            the signature of selective activation checkpointing, ``(ctx, op, *args, **kwargs)``. A saved result is kept
+            only if replay or backward needs it.
         allow_cache_entry_mutation: Whether what the policy keeps may be modified in place: no error says so then.
 
     Returns:
@@ -287,6 +288,17 @@ watch_by(_watch)
 def require_values(function: str, options: Mapping[str, Any], form: str) -> None:
     """Raise the error of `checkpoint` about a value that an option cannot have, in the words of another function."""
     _validate(Options(**options), function, form)
+
+
+def with_policy(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that can be pickled: with a policy in place of a list of ops, of which pickle knows nothing.
+
+    Raises:
+        PolicyError: What was given is not a policy.
+    """
+    if (policy := options.get("policy")) is None:
+        return dict(options)
+    return {**options, "policy": as_policy(policy)}
 
 
 def _validate(options: Options, function: str = "checkpoint", form: str = _FORM) -> None:

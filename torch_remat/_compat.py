@@ -21,6 +21,7 @@ import torch
 import torch.overrides
 import torch.utils.checkpoint
 from torch._higher_order_ops import utils as _of_higher_order_ops
+from torch._library.custom_ops import CustomOpDef as CustomOpDef  # what torch.library.custom_op makes of a function
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -45,6 +46,11 @@ def faster(path: str, public: Any) -> Any:
 COLLECTIVES = frozenset(
     ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 )
+# Of ops that torch's own code calls, at most places in C++, where a mode for functions does not see them.
+TORCHS_NAMESPACES = COLLECTIVES | frozenset((
+    "aten", "prim", "prims", "higher_order", "inductor", "inductor_prims", "rngprims", "debugprims", "fsdp", "streams",
+    "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "_quantized", "sparse", "_native",
+))  # fmt: skip
 
 
 @cache
@@ -702,6 +708,11 @@ def torch_checkpoint_switches() -> dict[str, bool]:
     switches = (("early_stop", "_enable_checkpoint_early_stop"), ("debug", "_checkpoint_debug_enabled"))
     found = {option: getattr(torch.utils.checkpoint, name, None) for option, name in switches}
     return {option: value for option, value in found.items() if value is not None}
+
+
+def op_of(value: Any) -> Any:
+    """Return the op of what `torch.library.custom_op` made of a function; any other value as it is."""
+    return value._opoverload if isinstance(value, CustomOpDef) else value
 
 
 def has_effect(op: object) -> bool:

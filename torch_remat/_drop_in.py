@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from torch_remat._checkpoint import checkpoint, require_values
+from torch_remat._checkpoint import checkpoint, require_values, with_policy
 from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, torch_checkpoint_switches
 from torch_remat._options import CheckpointOptions, require_options
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
@@ -73,8 +73,8 @@ class DropIn:
     __slots__ = ("__weakref__", "_bind", "_options")
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = options
-        self._bind = checkpoint(**options)
+        self._options = with_policy(options)
+        self._bind = checkpoint(**self._options)
 
     def __repr__(self) -> str:
         return f"drop_in({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
@@ -189,7 +189,7 @@ class DropIn:
         policy, may_mutate = found
         own = self._options.get("policy")
         return {
-            "policy": policy if own is None else as_policy(own) | policy,
+            "policy": policy if own is None else own | policy,
             "allow_cache_entry_mutation": may_mutate or self._present("allow_cache_entry_mutation"),
         }
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 
-from torch_remat._checkpoint import require_values
+from torch_remat._checkpoint import require_values, with_policy
 from torch_remat._drop_in import DropIn
 from torch_remat._of_module import OfModule
 from torch_remat._options import LayerOptions, require_options
@@ -69,12 +69,13 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
     """
     require_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
     require_values("enable_gradient_checkpointing", options, _FORM)
-    DropIn(options)  # wrong options are an error before the model is touched
+    chosen = with_policy(options)
+    DropIn(chosen)  # wrong options are an error before the model is touched
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)
-    _make_regions(model, options)
+    _make_regions(model, chosen)
     if (name := next((name for name in _ENABLE if hasattr(model, name)), None)) is not None:
-        setattr(model, name, KeepRegions(model, name, options))
+        setattr(model, name, KeepRegions(model, name, chosen))
     if getattr(model, "training", True) is False and model not in _told:
         _told.add(model)
         warn(

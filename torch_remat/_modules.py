@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from torch_remat._checkpoint import checkpoint, require_values
+from torch_remat._checkpoint import checkpoint, require_values, with_policy
 from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat._options import ModulesOptions, require_options, says_form
 from torch_remat._save_modules import ModulesPolicy, modules_policies
@@ -264,6 +264,7 @@ def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern,
             remedy=f"It is a number from 0 on. {_FORM}",
         )
     require_values("checkpoint_modules", options, _FORM)
+    options = with_policy(options)
     found = {id(module): (name, module) for name, module in reversed(named) if matches(name, module, pattern)}
     if not found:
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -29,7 +29,7 @@ class LayerOptions(TypedDict, total=False):
     context_fn: ContextFn | None
     offloader: Offloader | None
     offload_inputs: bool
-    policy: OpPolicy | Iterable[Any] | Callable[..., Any] | None
+    policy: OpPolicy | Iterable[Any] | Mapping[Any, Any] | Callable[..., Any] | None
     allow_cache_entry_mutation: bool
 
 

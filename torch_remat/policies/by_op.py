@@ -16,20 +16,26 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from torch_remat._compat import OperatorBase, OpOverloadPacket
+from torch_remat._compat import OperatorBase, OpOverloadPacket, op_of
 from torch_remat.errors import Carried, PolicyError, shown
-from torch_remat.policies.decision import ANSWERS, RECOMPUTED, SAVED, Decision
-from torch_remat.policies.functions import not_seen
+from torch_remat.policies.decision import ANSWERS, RECOMPUTED, Decision
+from torch_remat.policies.functions import calls_of_ops, listed, not_seen
 from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 
 class OpsPolicy(OpPolicy):
-    """Saves the results of certain ops, of which none has to occur; an `OpOverloadPacket` means all its overloads."""
+    """Decides about the results of certain ops, of which none has to occur.
 
-    expects_ops = True
+    Ops of other libraries are found as functions are, where nothing else in a policy is about ops: see `calls_of_ops`.
 
-    def __init__(self, ops: Iterable[Any]) -> None:
-        self._given = list(ops)
+    Args:
+        ops: They, also as `torch.library.custom_op` gives them; an `OpOverloadPacket` means all its overloads.
+        decision: What is done with their results.
+    """
+
+    def __init__(self, ops: Iterable[Any], decision: Decision = Decision.MUST_SAVE) -> None:
+        self._given = [op_of(one) for one in ops]
+        self._decision = decision
         self._ops: list[Any] = []
         # Ops and kinds by identity, and plans, from the first forward.
         self._known: tuple[set[int], set[int], dict[int, Any]] | None = None
@@ -40,34 +46,44 @@ class OpsPolicy(OpPolicy):
                 self._ops.append(op)
             else:
                 raise not_seen(op)
+        # A compiler finds all by op, and would have to look into this.
+        self._functions = {} if is_compiling() else dict.fromkeys(calls_of_ops(self._given, self._ops), decision)
+        self.is_ready = bool(self._functions)
+        self.says_nothing = decision is Decision.PREFER_RECOMPUTE
+        self.expects_ops = decision.keeps
 
     def __repr__(self) -> str:
-        return f"[{', '.join(map(str, self._given))}]"
+        return listed(map(str, self._given), self._decision)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _list_of, ([_path_of(op) for op in self._ops],)  # torch does not pickle ops
+        return _ops_at, ([_path_of(op) for op in self._given], self._decision)  # torch does not pickle ops
+
+    def functions(self) -> Mapping[Any, Decision]:
+        """Return the decision about each call that a mode sees, if user code makes them all."""
+        return self._functions
 
     def begin(self) -> Decider:
         """Begin one forward."""
         if self._known is None:
             self._known = {id(op) for op in self._ops}, {id(_kind_of(op)) for op in self._ops}, {}
-        return _OpsDecider(*self._known)
+        return _OpsDecider(self._decision, *self._known)
 
     def op_names(self) -> Sequence[str]:
-        """Return the names of the ops, without namespace and overload."""
-        return list(dict.fromkeys(getattr(_kind_of(op), "__name__", str(op)) for op in self._ops))
+        """Return the names of the ops that it keeps, without namespace and overload."""
+        kept = self._ops if self._decision.keeps else ()
+        return list(dict.fromkeys(getattr(_kind_of(op), "__name__", str(op)) for op in kept))
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the kind and the ops."""
-        return OpsPolicy, tuple(self._ops)
+        """Return the kind, the ops and the decision."""
+        return OpsPolicy, tuple(self._ops), self._decision
 
 
 def _path_of(op: Any) -> str:
-    return str(op) if hasattr(op, "overloadpacket") else f"higher_order.{op}"
+    return str(op) if hasattr(op, "overloadpacket") or isinstance(op, OpOverloadPacket) else f"higher_order.{op}"
 
 
-def _list_of(paths: Iterable[str]) -> OpsPolicy:
-    return OpsPolicy([attrgetter(path)(torch.ops) for path in paths])
+def _ops_at(paths: Iterable[str], decision: Decision) -> OpsPolicy:
+    return OpsPolicy([attrgetter(path)(torch.ops) for path in paths], decision)
 
 
 def _kind_of(op: Any) -> Any:
@@ -76,17 +92,20 @@ def _kind_of(op: Any) -> Any:
 
 
 class _OpsDecider(Decider):
-    def __init__(self, ops: set[int], kinds: set[int], plans: dict[int, Any]) -> None:
+    def __init__(self, decision: Decision, ops: set[int], kinds: set[int], plans: dict[int, Any]) -> None:
+        self._answer = (decision,)
         self._ops, self._kinds, self.plans = ops, kinds, plans
 
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        return SAVED if id(op) in self._ops else RECOMPUTED
+        return self._answer if id(op) in self._ops else RECOMPUTED
 
-    def decide_op(self, op: Any) -> bool:
-        return id(op) in self._ops
+    def decide_op(self, op: Any) -> bool | None:
+        if (is_listed := id(op) in self._ops) and self._answer[0].offloads:
+            return None
+        return is_listed and self._answer[0].keeps
 
     def may_save(self, op: Any) -> bool:
-        return id(_kind_of(op)) in self._kinds
+        return self._answer[0].keeps and id(_kind_of(op)) in self._kinds
 
 
 def op_name(op: Any) -> str:
@@ -121,8 +140,8 @@ class PolicyFunction(OpPolicy):
         return _PolicyFunctionDecider(self._function, bool(self._reads_names))
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the kind and the function."""
-        return PolicyFunction, self._function
+        """Return the kind and the function, which decides."""
+        return PolicyFunction, self._function, None
 
     def __call__(self, *call: Any, **kwargs: Any) -> Any:
         """Decide as the function does, so that a policy function can ask this one; without arguments return itself."""

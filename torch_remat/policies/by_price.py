@@ -39,8 +39,8 @@ class MemoryBudget(OpPolicy):
         return ladder.at_share(self._share)
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the kind and the share."""
-        return MemoryBudget, self._share
+        """Return the kind and the share, which decides."""
+        return MemoryBudget, self._share, None
 
     def begin(self) -> Decider:
         """Begin one forward of a compiled region, where nothing is known of calls: all is recomputed."""

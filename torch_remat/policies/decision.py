@@ -71,7 +71,7 @@ OF_TORCH = {
     for name in TorchPolicy.__members__
     if name.replace("CPU_", "") in Decision.__members__
 }
-_DECISIONS: dict[Any, Decision] = {
+_SAID: dict[Any, Decision] = {
     False: Decision.PREFER_RECOMPUTE,
     None: Decision.PREFER_RECOMPUTE,  # a function written for selective activation checkpointing may fall through
     True: Decision.MUST_SAVE,
@@ -82,9 +82,8 @@ _DECISIONS: dict[Any, Decision] = {
 }
 
 
-# What a policy function may return, with the answer of its decider: the one decision for all results.
+# What a policy function may return, or a mapping say, with the answer of a decider: the one decision for all results.
 RECOMPUTED = (Decision.PREFER_RECOMPUTE,)
-SAVED = (Decision.MUST_SAVE,)
 ANSWERS: dict[Any, Sequence[Decision]] = {
-    said: RECOMPUTED if decision is Decision.PREFER_RECOMPUTE else (decision,) for said, decision in _DECISIONS.items()
+    said: RECOMPUTED if decision is Decision.PREFER_RECOMPUTE else (decision,) for said, decision in _SAID.items()
 }

@@ -33,7 +33,8 @@ def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[A
     """
     if NamePolicy in parts:
         raise past_the_compiler(_no_names())
-    policy = Combined([kind(argument) for kind, argument in zip(parts[::2], parts[1::2], strict=True)])
+    triples = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    policy = Combined([kind(about) if decision is None else kind(about, decision) for kind, about, decision in triples])
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_for_torch(policy), allow_cache_entry_mutation)
     return contexts
 

@@ -7,7 +7,7 @@ called; their names; the ops that they are made of; and copies of those that hid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import is_tensor_method_or_property
 
-from torch_remat._compat import PRODUCTS_BY_FACE, OperatorBase
+from torch_remat._compat import PRODUCTS_BY_FACE, TORCHS_NAMESPACES, OperatorBase, OpOverloadPacket
 from torch_remat.errors import PolicyError, shown
+from torch_remat.policies.decision import Decision
 
 _SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special)
 _NEVER = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "rnn_relu", "rnn_tanh", "lstm", "gru"))
@@ -108,6 +109,38 @@ def changes_arguments(name: str) -> bool:
     return name in _NEVER or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
+def calls_of_ops(given: Sequence[Any], ops: Sequence[Any]) -> Sequence[Any]:
+    """Return what a mode sees when user code calls ops of other libraries, overloads and packets; else nothing.
+
+    Those of torch's own are called by functions, in C++, and a mode does not see them. A call of a packet may mean any
+    of its overloads, so that all of these have to be there.
+
+    Args:
+        given: What was listed: overloads and packets.
+        ops: Their overloads.
+
+    Raises:
+        PolicyError: All are of other libraries, and one changes its arguments.
+    """
+    if any(getattr(op, "namespace", "higher_order") in TORCHS_NAMESPACES for op in ops):
+        return ()
+    for one in given:
+        if all(op._schema.is_mutable for op in _overloads(one)):
+            raise PolicyError(
+                f"a policy lists {label_of(one)}, whose calls are never kept, since they change their arguments",
+                remedy="Leave it out: it runs again in replay. A policy function (ctx, op, ...) can keep its result.",
+            )
+    packets = list(dict.fromkeys(op.overloadpacket for op in ops))
+    every = [op for packet in packets for op in _overloads(packet)]
+    if any(op._schema.is_mutable or op not in ops for op in every):
+        return ()
+    return [*packets, *every]
+
+
+def _overloads(op: Any) -> Sequence[Any]:
+    return [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else [op]
+
+
 def not_seen(value: Any) -> PolicyError:
     """Return the error about what stands in a list and is neither an op nor a function that a region sees called."""
     if callable(value) and not isinstance(value, type):
@@ -130,7 +163,8 @@ def not_seen(value: Any) -> PolicyError:
 
 
 def name_of(function: Any) -> str:
-    """Return the short name of a function, by which its calls are counted: ``linear``."""
+    """Return the short name of a function, by which its calls are counted: ``linear``; an op's has no overload."""
+    function = getattr(function, "overloadpacket", function)
     return str(getattr(function, "__name__", function)).rpartition(".")[2]
 
 
@@ -138,11 +172,20 @@ def label_of(function: Any) -> str:
     """Return a function as a user writes it: ``F.linear``, ``torch.matmul``, ``torch.Tensor.exp``."""
     if _is_higher(function):
         return f"torch.ops.higher_order.{function}"
+    if isinstance(function, OperatorBase | OpOverloadPacket):
+        return f"torch.ops.{function}"
     for space, name in zip(_SPACES, ("torch", "torch.Tensor", "F", "torch.linalg", "torch.special"), strict=True):
         for attribute in (name_of(function), name_of(function).removeprefix("linalg_").removeprefix("special_")):
             if getattr(space, attribute, None) is function:
                 return f"{name}.{attribute}"
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', name_of(function))}"
+
+
+def listed(names: Iterable[str], decision: Decision) -> str:
+    """Return a list of functions or ops as a user writes it; or a mapping, if these are not saved."""
+    if decision is Decision.MUST_SAVE:
+        return f"[{', '.join(names)}]"
+    return "{" + ", ".join(f"{name}: {decision.name.lower().replace('_', ' ')}" for name in names) + "}"
 
 
 def place_of(function: Any) -> Any:
@@ -180,7 +223,7 @@ def opened_around(functions: tuple[Any, ...]) -> dict[Any, Callable[..., Any]]:
 
     So the functions that they call are seen, too.
     """
-    wanted = {name_of(function) for function in functions}
+    wanted = {name_of(function) for function in functions if not isinstance(function, OperatorBase | OpOverloadPacket)}
     known = _composites()
     leads: set[str] = set()
     while True:

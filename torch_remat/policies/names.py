@@ -43,8 +43,8 @@ class NamePolicy(OpPolicy):
         return self._patterns if self._decision is Decision.LEFT_OUT else ()
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the kind and the patterns."""
-        return NamePolicy, tuple(self._patterns)
+        """Return the kind, the patterns and the decision."""
+        return NamePolicy, tuple(self._patterns), self._decision
 
     def begin(self) -> Decider:
         """Begin one forward."""

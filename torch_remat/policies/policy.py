@@ -90,12 +90,14 @@ class OpPolicy(ABC):
     Stronger is: excluding by name, then MUST before PREFER, then saving before offloading before recomputing.
 
     Attributes:
-        is_ready: Whether it is one of the library's own, of which not all has to occur.
+        is_ready: Whether it knows functions, of which not all has to occur, and ops, by which it decides where these
+            are watched anyway: the library's own policies, and ops of other libraries.
+        says_nothing: Whether it only says of things that they may be recomputed, as they are without it.
         expects_ops: Whether a region in which it selects nothing is worth a word. A function is the user's own logic,
             and names that match nothing are an error.
     """
 
-    expects_ops = is_ready = False
+    expects_ops = is_ready = says_nothing = False
     taken_apart: Split | None = None  # once `split` has done it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +134,10 @@ class OpPolicy(ABC):
 
     @abstractmethod
     def parts(self) -> tuple[Any, ...]:
-        """Return kinds of policy, each followed by the one argument that makes it: constants to the compiler."""
+        """Return kinds of policy, each with what it is about and with its decision, or None where it takes none.
+
+        They are constants to the compiler.
+        """
 
     def __or__(self, other: Any) -> OpPolicy:
         """Combine with another policy."""
@@ -184,7 +189,8 @@ class Combined(OpPolicy):
 
     def __init__(self, policies: Sequence[OpPolicy]) -> None:
         self._policies = policies
-        self.expects_ops = all(policy.expects_ops for policy in policies)
+        self.says_nothing = all(policy.says_nothing for policy in policies)
+        self.expects_ops = all(policy.expects_ops for policy in policies if not policy.says_nothing)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self._policies)).replace("| ~", "& ~")
@@ -276,27 +282,31 @@ def split(policy: OpPolicy) -> Split:
 def _split(policy: OpPolicy) -> Split:
     modules = [one for part in policy.kinds() for one in part.modules()]
     prices = [price for part in policy.kinds() if (price := part.price()) is not None]
-    found = [part for part in policy.kinds() if not part.modules() and part.price() is None]
-    # Where ops are watched anyway, the library's own policies decide about these, by whose names others may know them.
-    if not prices and not all(part.functions() for part in found):
-        by_function = [part for part in found if part.functions() and not part.is_ready]
-    else:
-        by_function = [part for part in found if part.functions()]
+    found = [part for part in policy.kinds() if not (part.modules() or part.says_nothing) and part.price() is None]
+    by_function = [part for part in found if part.functions()]
+    if not prices and len(by_function) < len(found):
+        # Where ops are watched anyway, policies that know ops decide about these, by whose names others may know them.
+        by_function = [part for part in by_function if not part.is_ready]
     ops = [part for part in found if not any(part is one for one in by_function)]
     decisions: dict[Any, Decision] = {}
     for part in by_function:
         for function, decision in part.functions().items():
             decisions[function] = max(decision, decisions.get(function, decision))
+    decisions = {function: decision for function, decision in decisions.items() if decision.keeps}
     left_out = [pattern for part in ops for pattern in part.left_out()]
     if prices:
         _check_prices(policy, prices, ops)
         return Split(None, _kept(decisions, left_out, policy), modules, prices[0])
-    if not decisions:
-        return Split((Combined(found) if modules else policy) if found else None, None, modules, None)
-    kept = _kept(decisions, left_out, policy)
-    if all(part.left_out() for part in ops):
+    kept = _kept(decisions, left_out, policy) if decisions else None
+    if by_function and all(part.left_out() for part in ops):
         return Split(None, kept, modules, None)
-    return Split(Combined(ops) if len(ops) > 1 else ops[0], kept, modules, None)
+    return Split(_together(ops), kept, modules, None)
+
+
+def _together(policies: Sequence[OpPolicy]) -> OpPolicy | None:
+    if len(policies) < 2:
+        return policies[0] if policies else None
+    return Combined(policies)
 
 
 def _kept(decisions: Mapping[Any, Decision], left_out: Sequence[str], policy: OpPolicy) -> KeptFunctions:
