@@ -179,7 +179,7 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "draws of a skipped op not skipped", "random", "dispatch/log/op_answerer.py",
+        "draws of a skipped op not skipped", "random", "dispatch/ops/answer.py",
         "entry.before.restore(among=self._region.rng)",
         "pass",
     ),
@@ -195,12 +195,12 @@ MUTANTS = (
         "            pass\n        if self.functions",
     ),
     Mutant(
-        "random state kept though replay draws nothing", "bytes", "dispatch/log/op_recorder.py",
+        "random state kept though replay draws nothing", "bytes", "dispatch/ops/record.py",
         "        region.rng = None",
         "        pass",
     ),
     Mutant(
-        "saved result kept though nothing needs it", "bytes", "dispatch/log/needs.py",
+        "saved result kept though nothing needs it", "bytes", "dispatch/ops/needs.py",
         "            if runs := storage in needed:\n                needed.remove(storage)",
         "            if runs := storage in needed or bool(entry.saved):\n                needed.discard(storage)",
     ),
@@ -287,7 +287,7 @@ MUTANTS = (
         "                one.kept, one.version = leaf, -1\n",
     ),
     Mutant(
-        "version of a kept result not compared", "writes", "dispatch/log/slot.py",
+        "version of a kept result not compared", "writes", "dispatch/slot.py",
         "if (counted and kept._version != self._version) or any(",
         "if any(",
     ),
@@ -297,17 +297,17 @@ MUTANTS = (
         "    if False:\n",
     ),
     Mutant(
-        "changed result kept", "writes", "dispatch/log/needs.py",
+        "changed result kept", "writes", "dispatch/ops/needs.py",
         "if entry.saved and can_keep(entry, 0):",
         "if entry.saved:",
     ),
     Mutant(
-        "changes of a recomputed result left out", "writes", "dispatch/log/needs.py",
+        "changes of a recomputed result left out", "writes", "dispatch/ops/needs.py",
         "unfinished = _unfinished(entries, needs) if has_writes else []",
         "unfinished: list[Entry] = []",
     ),
     Mutant(
-        "write in part counts as whole", "writes", "dispatch/log/storages.py",
+        "write in part counts as whole", "writes", "dispatch/ops/storages.py",
         "                if not self._is_whole(part, key, before):\n",
         "                if False:\n",
     ),
@@ -353,12 +353,12 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
-        "another op answered under a policy", "mismatch", "dispatch/log/op_answerer.py",
+        "another op answered under a policy", "mismatch", "dispatch/ops/answer.py",
         "if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):",
         "if at >= len(entries):",
     ),
     Mutant(
-        "arguments of a saved op not compared", "mismatch", "dispatch/log/op_answerer.py",
+        "arguments of a saved op not compared", "mismatch", "dispatch/ops/answer.py",
         "if entry.layout and (found := layout_of(args, kwargs)) and entry.layout != found:",
         "if False:",
     ),
@@ -439,7 +439,7 @@ MUTANTS = (
         "                pass",
     ),
     Mutant(
-        "early read of what is written later not noticed", "outside", "dispatch/log/op_answerer.py",
+        "early read of what is written later not noticed", "outside", "dispatch/ops/answer.py",
         "            if not changed.isdisjoint(keys_of(tensor)):",
         "            if False:",
     ),
@@ -548,7 +548,7 @@ MUTANTS = (
     ),
     # Policies.
     Mutant(
-        "kept result not kept", "policies", "dispatch/log/needs.py",
+        "kept result not kept", "policies", "dispatch/ops/needs.py",
         "                    needs.kept.append((entry, FIRST))\n",
         "",
     ),
@@ -558,7 +558,7 @@ MUTANTS = (
         'self.keeps = self._name_.endswith("SAVE")',
     ),
     Mutant(
-        "verdicts for several results swapped", "policies", "dispatch/log/op_recorder.py",
+        "verdicts for several results swapped", "policies", "dispatch/ops/record.py",
         "places = [place for place, decision in enumerate(said) if decision.keeps]",
         "places = [place for place, decision in enumerate(said) if not decision.keeps]",
     ),
@@ -568,17 +568,17 @@ MUTANTS = (
         "return (min(said[0] for said in found if said),) if any(found) else ()",
     ),
     Mutant(
-        "result left out by name is kept", "policies", "dispatch/log/op_recorder.py",
+        "result left out by name is kept", "policies", "dispatch/ops/record.py",
         "        entry.saved -= {place}\n",
         "",
     ),
     Mutant(
-        "pattern that matches nothing let through", "policies", "dispatch/log/op_recorder.py",
+        "pattern that matches nothing let through", "policies", "dispatch/ops/record.py",
         "        if error is not None:\n            raise PolicyError(error.what",
         "        if False:\n            raise PolicyError(error.what",
     ),
     Mutant(
-        "what is written outside by an op is made again", "policies", "dispatch/log/op_recorder.py",
+        "what is written outside by an op is made again", "policies", "dispatch/ops/record.py",
         "        if entry.outside and entry.made:\n",
         "        if False:\n",
     ),

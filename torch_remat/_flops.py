@@ -9,7 +9,7 @@ import optree
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from torch_remat.dispatch.log.meta import parts_of
+from torch_remat.dispatch.keys import parts_of
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

@@ -24,13 +24,14 @@ from weakref import ref
 import torch
 
 from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.holder import Holder, is_parameter
-from torch_remat.dispatch.log.entry import CALL, Call, Entry
-from torch_remat.dispatch.log.meta import key_of
-from torch_remat.dispatch.log.slot import Slot
+from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.ops.entry import Entry
 from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.slot import Slot
 from torch_remat.offload.sender import Offloaded
 from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
@@ -173,10 +174,10 @@ def _unnamed(region: Region) -> Iterator[Kept]:
 
 def _named(region: Region) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
-    sources: dict[int, tuple[Why, str, str]] = {}  # of elided ones, by the holder
+    sources: dict[int, tuple[Why, str, str]] = {}  # of waiting ones, by the holder
     for call in (*region.tape.records.values(), *region.tape.functions.values()):
-        for elided in call.waiting:
-            sources.setdefault(id(elided.holder()), ("input of", call.name, str(elided.place)))
+        for waiting in call.waiting:
+            sources.setdefault(id(waiting.holder()), ("input of", call.name, str(waiting.place)))
     for holder in region.tape.named_holders():
         packed = holder.value if holder.unpack is None else holder.packed
         op, name, made_on = holder.op, holder.name, holder.metadata[3]
@@ -214,7 +215,7 @@ def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
             yield _of_slot(slot, entry.group, entry.label(place), what)
         for slot in list(entry.written):
             yield _of_slot(slot, entry.group, entry.label(0))
-        before = f" before {entry.effects.name}" if entry.kind != CALL else ""
+        before = f" before {entry.effects.name}" if not entry.is_call else ""
         yield from (row._replace(tensor=row.tensor + before) for row in _of_state(entry.before, entry.group))
 
 

@@ -17,7 +17,7 @@ from torch.utils.dlpack import to_dlpack
 import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
 from tests.helpers import leaf
-from torch_remat.dispatch.log.schema import effects_of
+from torch_remat.dispatch.ops.schema import effects_of
 from torch_remat.dispatch.placeholder import Source, make_placeholder
 
 SOURCE = Source("block", "op", "out")

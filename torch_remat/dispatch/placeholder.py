@@ -35,7 +35,7 @@ from torch_remat._compat import (
     without_torch_function,
     without_torch_function_ever,
 )
-from torch_remat.dispatch.log.schema import argument, effects_of
+from torch_remat.dispatch.ops.schema import argument, effects_of
 from torch_remat.errors import PlaceholderError, user_line
 
 NOT_LAZY = (False, False)

@@ -30,7 +30,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
-from torch_remat.dispatch.log.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
+from torch_remat.dispatch.ops.schema import LIFT, WRITES_WITHOUT_SAYING, effects_of
 from torch_remat.dtr._storage import Alias, Version, derive
 from torch_remat.errors import MutationError, UsageError, shown
 from torch_remat.policies.collectives import is_of_collectives

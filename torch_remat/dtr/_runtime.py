@@ -36,7 +36,7 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.log.schema import argument
+from torch_remat.dispatch.ops.schema import argument
 from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._leaving import make_plain, value_of
 from torch_remat.dtr._ops import (

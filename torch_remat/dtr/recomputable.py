@@ -15,7 +15,7 @@ import torch
 
 from torch_remat._checkpoint import checkpoint
 from torch_remat.dispatch.ambient import RngState, capture_ambient
-from torch_remat.dispatch.log.schema import argument
+from torch_remat.dispatch.ops.schema import argument
 from torch_remat.dtr._ops import Const, kind_of
 from torch_remat.dtr._tensor import EvictableTensor, make_tensor
 from torch_remat.dtr.budget import active_runtime

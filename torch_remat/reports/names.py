@@ -16,10 +16,10 @@ from torch_remat._storages import tensors_in
 from torch_remat._table import Table
 from torch_remat._text import aligned, plural
 from torch_remat.dispatch.call.functions import Census
-from torch_remat.dispatch.log.entry import CALL, ONE, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Meta, Raised, WrapperMeta
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.ops.entry import ONE, WRITTEN, Entry
+from torch_remat.dispatch.ops.meta import Meta, Raised, WrapperMeta
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.forward import Recording, run_region
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
@@ -179,7 +179,7 @@ def list_names(
                 normal = [leaf.clone() if _is_inference(leaf) else leaf for leaf in leaves]
                 args, kwargs = with_leaves(args, kwargs, normal)  # type: ignore[assignment]
             output = run_region(counted, args, kwargs, options)
-        ops = [entry for entry in entries[0] if entry.kind != CALL and type(entry.results) is not Raised]
+        ops = [entry for entry in entries[0] if not entry.is_call and type(entry.results) is not Raised]
         rows = {id(entry): list(_rows(entry, count)) for entry, count in zip(ops, flops, strict=True)}
         calls = [
             NamedCall(name, label, tuple(row.name for row in made))

@@ -1,1 +1,1 @@
-"""Custom autograd Functions in the log."""
+"""Calls: handles, functions given to `remat.op`, native regions, and functions of torch that a policy lists."""

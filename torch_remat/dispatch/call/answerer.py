@@ -28,18 +28,18 @@ from torch import Tensor
 from torch_remat._compat import Handler
 from torch_remat.dispatch.call.call import cannot_be_skipped, variables_of
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
+from torch_remat.dispatch.call.entry import Call, Waiting
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.native import replay_native
 from torch_remat.dispatch.call.result import another_call, identity_of, is_flat, kept_or_stand_in, result_of
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
-from torch_remat.dispatch.log.entry import ONE, Call, Entry, still_there
-from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import dense_layout, keys_of, layout_of
-from torch_remat.dispatch.log.op_answerer import OpAnswerer, loaded_slots
-from torch_remat.dispatch.log.slot import Elided, Slot
+from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
+from torch_remat.dispatch.ops.answer import OpAnswerer
+from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
+from torch_remat.dispatch.ops.matching import Suppressed
 from torch_remat.dispatch.placeholder import (
     Placeholder,
     Refusal,
@@ -49,6 +49,7 @@ from torch_remat.dispatch.placeholder import (
 )
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import (
     MutationError,
     RematError,
@@ -244,8 +245,8 @@ class Answerer:
             replay.stop_if_filled()
 
     def _fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        for elided in call.waiting:
-            self._fill(elided, given[elided.place] if elided.place < len(given) else None)
+        for waiting in call.waiting:
+            self._fill(waiting, given[waiting.place] if waiting.place < len(given) else None)
 
     def _run_whole(
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
@@ -287,8 +288,8 @@ class Answerer:
             return slot.load(self.region_name, op, name)
         return loaded.detach().requires_grad_(loaded.requires_grad)
 
-    def _fill(self, elided: Elided, source: Any) -> None:
-        known, _, view, _, origin = elided
+    def _fill(self, waiting: Waiting, source: Any) -> None:
+        known, _, view, _, origin = waiting
         holder = known()
         if holder is None or holder.value is not None:
             return
@@ -298,7 +299,7 @@ class Answerer:
         if type(source) is Tensor and view is None:
             value: Tensor | None = source.detach()
         else:
-            value = elided.value(source) if isinstance(source, Tensor) else None
+            value = waiting.value(source) if isinstance(source, Tensor) else None
         if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
             self.replay.fail(other_source(self.region, holder, source))
         if not loaded:
@@ -543,3 +544,17 @@ def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
         tensor="written",
         remedy="Read the tensor inside this call too, or read a clone made before the region is called.",
     )
+
+
+def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tensor]:
+    """Return what all slots of a region's entries keep, by the id of the slot; ``region`` is the region's name.
+
+    Hooks around the region may run a replay of their own, which cannot be done below autograd.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+    for entry in entries:
+        if isinstance(entry, Call) and entry.answers:
+            loaded |= loaded_slots(region, entry.answers)
+        for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
+            loaded[id(slot)] = slot.load(region, entry.group, entry.label(max(place, 0)))
+    return loaded

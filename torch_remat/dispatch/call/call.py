@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +40,7 @@ from torch_remat._compat import (
     storage_key,
 )
 from torch_remat.dispatch.ambient import Draws
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.result import (
     USUAL,
     Again,
@@ -58,15 +59,15 @@ from torch_remat.dispatch.holder import (
     OpHolder,
     RegionLike,
 )
-from torch_remat.dispatch.log.entry import Call, Entry
-from torch_remat.dispatch.log.meta import Meta, WrapperMeta, described, key_of, keys_of, layout_of, tensors_in
-from torch_remat.dispatch.log.schema import may_draw
-from torch_remat.dispatch.log.slot import Slot, version_of
-from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.keys import key_of, keys_of, layout_of, tensors_in, version_of
+from torch_remat.dispatch.ops.entry import Entry
+from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, described
+from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.reach import Place, node_of, reach
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
@@ -156,6 +157,23 @@ def _is_pure(function: Any) -> bool:
         # Norms change running statistics; what is named so changes its argument.
         pure = _pure[id(function)] = known and not name.endswith("_") and "_norm" not in name
     return pure
+
+
+@cache
+def may_draw(name: str) -> bool:
+    """Whether a function of torch's own may draw random numbers, as its ops' tags and parameters tell."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return True
+    ops = [getattr(packet, overload) for overload in packet.overloads()]
+    return any(
+        torch.Tag.nondeterministic_seeded in op.tags or any(value.name in _OF_RANDOM for value in op._schema.arguments)
+        for op in ops
+    )
+
+
+# Ops that consist of others have no tag, but parameters by which they draw.
+_OF_RANDOM = {"p", "train", "training", "dropout", "dropout_p", "generator"}
 
 
 class Given:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of
+from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of, readers_in
 from torch_remat.dispatch.holder import RegionLike, value_behind
-from torch_remat.dispatch.log.entry import Call, Entry
-from torch_remat.dispatch.log.meta import key_of
-from torch_remat.dispatch.log.needs import find_needs
-from torch_remat.dispatch.log.readers import readers_in
-from torch_remat.dispatch.log.slot import Slot, slot_for
+from torch_remat.dispatch.keys import key_of
+from torch_remat.dispatch.ops.entry import Entry
+from torch_remat.dispatch.ops.needs import find_needs
+from torch_remat.dispatch.slot import Slot, slot_for
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -43,14 +43,15 @@ from torch_remat._compat import (
     storage_key,
 )
 from torch_remat.dispatch.call.answerer import Answerer
-from torch_remat.dispatch.call.call import Given
+from torch_remat.dispatch.call.call import Given, may_draw
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of, kept_or_stand_in
-from torch_remat.dispatch.log.entry import FIRST, Call
-from torch_remat.dispatch.log.meta import described, key_of, keys_of, parts_of
-from torch_remat.dispatch.log.schema import may_draw
+from torch_remat.dispatch.keys import key_of, keys_of, parts_of
 from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.ops.entry import FIRST
+from torch_remat.dispatch.ops.meta import described
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.errors import Carried, RematError

@@ -24,11 +24,11 @@ from weakref import ref
 
 from torch import Tensor, strided
 
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.result import Loading, kept_or_stand_in
 from torch_remat.dispatch.holder import RegionLike
-from torch_remat.dispatch.log.entry import Call
-from torch_remat.dispatch.log.meta import Meta, Raised, described, stand_in
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.ops.meta import Meta, Raised, described, stand_in
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy

@@ -30,28 +30,19 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
 from torch_remat.dispatch.holder import Anchor, Holder
-from torch_remat.dispatch.log.entry import ODD, ONE, VIEW, Call, Entry, entry_of, is_bookkeeping
-from torch_remat.dispatch.log.matching import Suppressed
-from torch_remat.dispatch.log.meta import (
-    USUAL,
-    Meta,
-    Raised,
-    described,
-    described_higher,
-    key_of,
-    keys_of,
-    leaves_of_result,
-    tensors_in,
-    unboxed,
-)
-from torch_remat.dispatch.log.op_answerer import OpAnswerer
-from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import placement_in, slot_for, version_of
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
 from torch_remat.dispatch.mode import Replaying
+from torch_remat.dispatch.ops.answer import OpAnswerer
+from torch_remat.dispatch.ops.entry import ODD, ONE, VIEW, Entry, entry_of, is_bookkeeping
+from torch_remat.dispatch.ops.matching import Suppressed
+from torch_remat.dispatch.ops.meta import Meta, Raised, described, described_higher, leaves_of_result, unboxed
+from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.slot import placement_in, slot_for
 
 _new = object.__new__  # without a call of `__init__` for each op
 

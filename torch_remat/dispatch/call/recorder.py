@@ -41,6 +41,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import Draws, RngState
 from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_builtin, is_whole_call
+from torch_remat.dispatch.call.entry import Call, Origin, Waiting
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.native import RunningNative
 from torch_remat.dispatch.call.result import identity_of
@@ -58,19 +59,20 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.log.entry import FIRST, ONE, Call, Entry
-from torch_remat.dispatch.log.meta import Meta, key_of, parts_of
-from torch_remat.dispatch.log.op_recorder import OpRecorder
-from torch_remat.dispatch.log.results import Results, Undecided
-from torch_remat.dispatch.log.slot import Elided, Origin, Slot, placement_in, slot_for, version_of
-from torch_remat.dispatch.log.storages import Storages
+from torch_remat.dispatch.keys import key_of, parts_of, version_of
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.ops.entry import FIRST, ONE, Entry
+from torch_remat.dispatch.ops.meta import Meta
+from torch_remat.dispatch.ops.record import OpRecorder
+from torch_remat.dispatch.ops.results import Results, Undecided
+from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.dispatch.options import DEFAULTS
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.outside import State
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot, placement_in, slot_for
 from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
@@ -352,7 +354,7 @@ class Recorder:
                     and holder.metadata[0] == tensor._version
                 ):
                     view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
-                    call.waiting = [*call.waiting, new_tuple(Elided, (ref(holder), place, *view, None))]
+                    call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), place, *view, None))]
                     return True
         if inputs.shares(owner) or holder.metadata[0] != tensor._version:
             return False  # the inputs have its memory
@@ -378,7 +380,7 @@ class Recorder:
             if inputs.shares(base):
                 return False  # a view without a base, such as a detached one, does
             origin = _origin_of(base, region.first_number)
-        call.waiting = [*call.waiting, Elided.of(tensor, holder, place, source, origin)]
+        call.waiting = [*call.waiting, Waiting.of(tensor, holder, place, source, origin)]
         given.use(place)
         if maker is not None:
             self.needed.append((key_of(tensor), len(self.entries)))
@@ -490,7 +492,7 @@ class Recorder:
             if before is not None:
                 self._note_outside(call, before)
             running.returns(result)
-            if self.watch is not None and drawn is not None:
+            if self.watch is not None and drawn is not None and call.drawn is not None:
                 self.watch.note_draws(call, drawn)
         except BaseException as error:
             self.settle()

@@ -25,15 +25,14 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number, same_memory
+from torch_remat.dispatch.call.entry import Call, Waiting
 from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.holder import CAST, RegionLike
-from torch_remat.dispatch.log.entry import Call
-from torch_remat.dispatch.log.meta import Meta, WrapperMeta, stand_in
-from torch_remat.dispatch.log.readers import Readers
-from torch_remat.dispatch.log.slot import Elided, Slot
+from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, stand_in
 from torch_remat.dispatch.placeholder import Placeholder, Source
 from torch_remat.dispatch.region.inputs import fresh_alias
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import MismatchError
 from torch_remat.offload.transfer import Placement
 
@@ -58,7 +57,7 @@ class Passed(NamedTuple):
     """
 
     place: int
-    view: Elided | None
+    view: Waiting | None
     has_history: bool = True
     is_view: bool = True
 
@@ -135,9 +134,9 @@ def refused(leaves: Sequence[Any]) -> str:
     return ""
 
 
-def lying_in(view: torch.Tensor, source: torch.Tensor) -> Elided:
+def lying_in(view: torch.Tensor, source: torch.Tensor) -> Waiting:
     """Describe the placement of a tensor in the storage of another; no holder waits for it."""
-    return Elided(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
+    return Waiting(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
 def kept_or_stand_in(replay: Loading, call: Call, place: int) -> Any:
@@ -312,6 +311,28 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(one) == len(other) and all(
         before is now or (type(now) is int and before == now) for before, now in zip(one, other, strict=True)
     )
+
+
+Readers = Mapping[Node, Sequence[tuple[Node, int]]]
+
+
+def readers_in(boundary: Sequence[Node | None], first: int) -> Readers:
+    """Return the nodes that read each node of a graph, from the number ``first`` on, with which of its outputs."""
+    readers: dict[Node, list[tuple[Node, int]]] = {}
+    todo = [node for node in boundary if node is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for child, place in node.next_functions:
+            if child is None or node_number(child) < first:
+                continue
+            if child in seen:
+                readers.setdefault(child, []).append((node, place))
+            else:
+                seen.add(child)
+                todo.append(child)
+                readers[child] = [(node, place)]
+    return readers
 
 
 def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:

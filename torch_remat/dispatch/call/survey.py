@@ -22,10 +22,10 @@ from torch_remat._compat import CompiledCode, graph_task, is_dynamo_compiling, k
 from torch_remat.dispatch.call.functions import can_be_kept, is_counted
 from torch_remat.dispatch.call.result import flatten
 from torch_remat.dispatch.holder import value_behind
-from torch_remat.dispatch.log.entry import written_arguments
-from torch_remat.dispatch.log.meta import key_of, keys_of, parts_of, tensors_in
-from torch_remat.dispatch.log.schema import effects_of
+from torch_remat.dispatch.keys import key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.ops.entry import written_arguments
+from torch_remat.dispatch.ops.schema import effects_of
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.record import Record, Step

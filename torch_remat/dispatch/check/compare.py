@@ -25,6 +25,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import has_memory, without_dispatch_modes
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.holder import (
     CHANGED,
     UNKNOWN_LAYOUT,
@@ -36,8 +37,7 @@ from torch_remat.dispatch.holder import (
     layout_of,
     metadata_of,
 )
-from torch_remat.dispatch.log.entry import Call
-from torch_remat.dispatch.log.meta import parts_of
+from torch_remat.dispatch.keys import parts_of
 from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.dispatch.reach import reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line

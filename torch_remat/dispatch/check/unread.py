@@ -25,9 +25,9 @@ from torch.nn import Parameter
 from torch_remat._compat import CompiledCode, DispatchMode, is_wrapper_of_fsdp1
 from torch_remat.dispatch.check.compare import REPLACED, described
 from torch_remat.dispatch.holder import RegionLike
-from torch_remat.dispatch.log.entry import written_arguments
-from torch_remat.dispatch.log.meta import key_of, keys_of, tensors_in
-from torch_remat.dispatch.log.schema import WRITES_WITHOUT_SAYING, Effects, effects_of
+from torch_remat.dispatch.keys import key_of, keys_of, tensors_in
+from torch_remat.dispatch.ops.entry import written_arguments
+from torch_remat.dispatch.ops.schema import WRITES_WITHOUT_SAYING, Effects, effects_of
 from torch_remat.dispatch.reach import Reached, reach
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 

@@ -16,7 +16,7 @@ import torch
 from torch_remat._compat import has_memory
 from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
 from torch_remat.dispatch.holder import Holder, RegionLike
-from torch_remat.dispatch.log.meta import parts_of
+from torch_remat.dispatch.keys import parts_of
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.errors import RematError, UsageError, shown

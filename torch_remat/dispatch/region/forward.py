@@ -33,6 +33,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish, judge
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.functions import Noting, noting, with_rung
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.survey import Survey
@@ -61,8 +62,7 @@ from torch_remat.dispatch.holder import (
     parameter_behind,
     read,
 )
-from torch_remat.dispatch.log.entry import Call
-from torch_remat.dispatch.log.meta import key_of
+from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch

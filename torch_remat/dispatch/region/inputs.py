@@ -31,7 +31,7 @@ from torch_remat._compat import (
     would_run,
 )
 from torch_remat.dispatch.holder import RegionLike, is_parameter
-from torch_remat.dispatch.log.meta import key_of, keys_of
+from torch_remat.dispatch.keys import key_of, keys_of
 from torch_remat.errors import MutationError
 
 

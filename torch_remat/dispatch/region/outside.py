@@ -29,8 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, is_refused, set_version, without_modes_for
 from torch_remat.dispatch.check.unread import Unreadable
-from torch_remat.dispatch.log.meta import keys_of
-from torch_remat.dispatch.log.slot import UNCOUNTED, version_of
+from torch_remat.dispatch.keys import UNCOUNTED, keys_of, version_of
 from torch_remat.dispatch.reach import Place
 from torch_remat.errors import MutationError, RematError, at_user_line
 

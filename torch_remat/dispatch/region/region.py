@@ -30,9 +30,9 @@ from torch_remat._compat import (
     with_torch_function,
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.check.compare import differs_at
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef, is_parameter
-from torch_remat.dispatch.log.entry import Call
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
@@ -44,8 +44,8 @@ from torch_remat.ladders.kinds import Kind
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.log.entry import Entry
-    from torch_remat.dispatch.log.slot import Slot
+    from torch_remat.dispatch.ops.entry import Entry
+    from torch_remat.dispatch.slot import Slot
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()

@@ -15,9 +15,9 @@ import torch
 from torch_remat._compat import set_version
 from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.holder import RegionLike
-from torch_remat.dispatch.log.entry import VIEW, Call, Entry
-from torch_remat.dispatch.log.meta import dense_layout, key_of
-from torch_remat.dispatch.log.schema import Effects, argument
+from torch_remat.dispatch.keys import dense_layout, key_of
+from torch_remat.dispatch.ops.entry import VIEW, Entry
+from torch_remat.dispatch.ops.schema import Effects, argument
 from torch_remat.dispatch.placeholder import Placeholder, geometry_of
 from torch_remat.errors import MismatchError, at_user_line
 
@@ -102,9 +102,9 @@ _SAME_OPS = (
 def another_op(region: RegionLike, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
     """Return the error about an op that is not the one that forward ran at its place."""
     entry = entries[at] if at < len(entries) else None
-    if isinstance(entry, Call) and not isinstance(ran, Call):
+    if entry is not None and entry.is_call:
         what = "forward ran this op, but replay"
-        return mismatched(region, f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.name)
+        return mismatched(region, f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.group)
     expected = "no further op" if entry is None else str(entry.op)
     found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
     return mismatched(

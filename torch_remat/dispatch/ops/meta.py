@@ -6,16 +6,15 @@ layouts). Out: in replay placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, strided
-from torch.nn import Parameter
+from torch import strided
 
-from torch_remat._compat import is_traceable_wrapper, storage_key, without_torch_function, without_work
+from torch_remat._compat import is_traceable_wrapper, without_work
+from torch_remat.dispatch.keys import DENSE, key_of
 from torch_remat.dispatch.placeholder import (
     Geometry,
     Placeholder,
@@ -24,10 +23,6 @@ from torch_remat.dispatch.placeholder import (
     new_tuple,
     placeholder_at,
 )
-
-USUAL = frozenset((Tensor, Parameter))
-_DENSE = frozenset((*USUAL, Placeholder))
-_FLAT = frozenset((*USUAL, int, float, bool, complex, NoneType, str, torch.dtype, torch.device))  # usual arguments
 
 
 class Meta(NamedTuple):
@@ -128,7 +123,7 @@ def described(result: Any, first: Any, given: Sequence[torch.Tensor] = ()) -> An
 def described_higher(result: Any, given: Sequence[torch.Tensor]) -> Any:
     """Return what replay must know of a higher-order op's result, which may have views of any tensor given to it."""
     leaves = result if isinstance(result, (tuple, list)) else (result,)
-    keys = [key_of(tensor) if type(tensor) in _DENSE else None for tensor in given]
+    keys = [key_of(tensor) if type(tensor) in DENSE else None for tensor in given]
     found = []
     for leaf in leaves:
         meta: Any = described(leaf, None, given)
@@ -168,10 +163,10 @@ def unboxed(args: Sequence[Any]) -> Sequence[Any]:
 
 def _described_tensor(tensor: torch.Tensor, first: Any, given: Sequence[torch.Tensor] = ()) -> Any:
     kind = type(tensor)
-    if kind in _DENSE and tensor.layout is strided:
+    if kind in DENSE and tensor.layout is strided:
         lazy = tensor.is_conj(), tensor.is_neg()  # the imaginary part of a conjugate is a negative, too
         return new_tuple(Meta, (geometry_of(tensor), tensor.dtype, tensor.device, _is_alias(tensor, first), lazy))
-    if kind not in _DENSE and is_traceable_wrapper(tensor):
+    if kind not in DENSE and is_traceable_wrapper(tensor):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         values = {name: getattr(tensor, name) for name in names}  # of DTensor also its mesh, which is no tensor
         parts = {
@@ -198,96 +193,3 @@ def stand_in(meta: Any, source: Source) -> torch.Tensor:
         return made
     geometry, dtype, device, _, lazy = meta
     return placeholder_at(geometry, dtype, device, source, lazy)
-
-
-def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the innermost tensors of which a wrapper consists; the tensor itself if it is not a wrapper."""
-    if type(tensor) in _DENSE or not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):
-            yield from parts_of(part)
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """Return what stands for a tensor's storage.
-
-    Views share it. Sparse tensors and placeholders stand for themselves, a wrapper is known by its first part.
-    """
-    if type(tensor) is Tensor and tensor.layout is strided:  # which is told faster than the others
-        return storage_key(tensor)
-    if type(tensor) not in _DENSE:
-        tensor = next(parts_of(tensor), tensor)
-    if isinstance(tensor, Placeholder):
-        return -id(tensor.source)  # which its views and aliases share
-    if tensor.layout is not strided:
-        return -id(tensor if tensor._base is None else tensor._base)
-    return storage_key(tensor)
-
-
-def keys_of(tensor: torch.Tensor) -> Sequence[int]:
-    """Return the same for all parts of a wrapper."""
-    return (key_of(tensor),) if type(tensor) in _DENSE else [key_of(part) for part in parts_of(tensor)]
-
-
-def has_placeholder(tensor: object) -> bool:
-    """Whether a value is a placeholder, or a wrapper around one."""
-    if type(tensor) in USUAL or not isinstance(tensor, torch.Tensor):
-        return False
-    return any(isinstance(part, Placeholder) for part in parts_of(tensor))
-
-
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an op's arguments."""
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, torch.Tensor):
-                    yield item
-                elif isinstance(item, (list, tuple)):  # of collectives
-                    yield from tensors_in(item, {})
-        elif type(arg) is dict:  # of higher-order ops
-            yield from tensors_in((), arg)
-
-
-def without_lists(args: Sequence[Any]) -> list[Any]:
-    """Return an op's positional arguments with what is in lists among them in place of the lists."""
-    return [item for arg in args for item in (arg if type(arg) is list else (arg,))]
-
-
-def layout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    """Return shape and strides of the tensors among an op's arguments; none if they cannot be told.
-
-    A placeholder cannot be resized, which ops do with an empty ``out``.
-    """
-    if not kwargs and _FLAT.issuperset(map(type, args)):
-        return dense_layout(args)
-    layout = []
-    for tensor in tensors_in(args, kwargs):
-        if isinstance(tensor, Placeholder) and tensor.resized:
-            return []
-        if tensor.layout is strided:
-            layout.append((tensor.shape, tensor.stride()))
-    return layout
-
-
-def dense_layout(args: Sequence[Any]) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    """Return the same for arguments that are ordinary tensors, or placeholders, and values that are not tensors."""
-    layout = []
-    try:
-        for arg in args:
-            kind = type(arg)
-            if kind is Tensor or kind is Parameter:
-                layout.append((arg.shape, arg.stride()))
-            elif kind is Placeholder:
-                break
-        else:
-            return layout
-    except RuntimeError:  # sparse tensors have no strides
-        pass
-    with without_torch_function():  # else each look at a placeholder takes as long as all of this
-        return [(arg.shape, arg.stride()) for arg in args if type(arg) in _DENSE and arg.layout is strided]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from torch_remat.dispatch.log.entry import FIRST, ONE, VIEW, WRITTEN, Entry
+from torch_remat.dispatch.ops.entry import FIRST, ONE, VIEW, WRITTEN, Entry
 
 Root = tuple[int, int]  # a storage that replay must have, and after how many entries
 

@@ -23,20 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import storage_key, with_shared_versions
-from torch_remat.dispatch.log.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import (
-    USUAL,
-    Given,
-    GivenView,
-    Meta,
-    key_of,
-    keys_of,
-    parts_of,
-    tensors_in,
-    without_lists,
-)
-from torch_remat.dispatch.log.schema import LIFT
-from torch_remat.dispatch.log.slot import version_of
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of, tensors_in, version_of
+from torch_remat.dispatch.ops.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
+from torch_remat.dispatch.ops.meta import Given, GivenView, Meta
+from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
@@ -281,3 +271,8 @@ class Storages:
             return tensor.numel() * tensor.dtype.itemsize == size
         # In the replay of an enclosing region placeholders would not tell.
         return not self._nested and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def without_lists(args: Sequence[Any]) -> list[Any]:
+    """Return an op's positional arguments with what is in lists among them in place of the lists."""
+    return [item for arg in args for item in (arg if type(arg) is list else (arg,))]

@@ -8,31 +8,21 @@ tensor, for one replay, or an error if it was modified in place since.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
-from torch_remat.dispatch.placeholder import Placeholder, new_tuple
+from torch_remat.dispatch.keys import UNCOUNTED, version_of
 from torch_remat.errors import MutationError
 from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
-    from torch_remat.dispatch.holder import OpHolder
+    pass
 
-# Of a source: the type of the node that made it, and the `origin` of a holder.
-Origin = tuple[type, torch.Tensor | ref[torch.Tensor] | None]
-UNCOUNTED = -1
-"""The version of a tensor made in inference mode, which counts no changes."""
 _NOTHING = torch.empty(0)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was modified in place; `UNCOUNTED` for one made in inference mode."""
-    return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,70 +153,3 @@ def placement_in(meta: Any) -> Placement:
     """Return the placement of a tensor that a `Meta` describes."""
     shape, stride, offset = meta.geometry
     return Placement(shape, stride, offset * meta.dtype.itemsize, meta.dtype, *meta.lazy)
-
-
-def offset_in_bytes(tensor: torch.Tensor) -> int:
-    """Return the position of a tensor's first element in its storage."""
-    return int(tensor.storage_offset()) * tensor.dtype.itemsize
-
-
-class Elided(NamedTuple):
-    """A saved tensor that is taken in replay from an argument or a variable of its call: its source.
-
-    Attributes:
-        holder: The holder that waits for it.
-        place: Which argument the source is; variables are counted after the arguments.
-        view: The tensor's placement in the source's storage, or its layout in a source that is no view itself; None if
-            it is the source itself.
-        source: The placement of the source, or its shape with a layout; None if it is the source itself.
-        origin: Where the source comes from; None likewise: as its holder says.
-    """
-
-    holder: ref[OpHolder]
-    place: int
-    view: Any
-    source: Any
-    origin: Origin | None = None
-
-    @classmethod
-    def of(
-        cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor, origin: Origin | None
-    ) -> Elided:
-        """Describe a saved tensor that shares the storage of its source."""
-        places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
-        made: Elided = new_tuple(cls, (ref(holder), place, *places, origin))
-        return made
-
-    def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:
-        """Return the saved tensor, from replay's counterpart of its source; None if that lies otherwise in memory."""
-        view, known = self.view, self.source
-        if view is None:
-            return source.detach()
-        if type(known) is torch.Size:
-            strides, offset, own = view
-            if (holder := self.holder()) is None or source.shape != known or source.stride() != own:
-                return None
-            return source.detach().as_strided(holder.metadata[1], strides, source.storage_offset() + offset)
-        if known._replace(offset_bytes=offset_in_bytes(source)) != Placement.of(source):
-            # Hooks around the region may give its inputs back in another order.
-            ordered = _laid_out(source, known)
-            if ordered is None:
-                return None
-            source = ordered
-        moved = offset_in_bytes(source) - known.offset_bytes
-        if not isinstance(source, Placeholder) and not view.lies_within(source.untyped_storage().nbytes(), moved):
-            return None
-        value: torch.Tensor = view.seen_in(source if with_history else source.detach(), moved)
-        return value
-
-
-def _laid_out(tensor: torch.Tensor, like: Placement) -> torch.Tensor | None:
-    """Return a copy of a tensor with other strides; None if it would not fill its memory, each element once."""
-    now = Placement.of(tensor)
-    if like != now._replace(stride=like.stride, offset_bytes=like.offset_bytes) or now.conjugated or now.negated:
-        return None
-    if like.span.stop - like.span.start != tensor.nbytes:
-        return None
-    with torch.no_grad():
-        made = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
-        return made.copy_(tensor)

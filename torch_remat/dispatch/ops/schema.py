@@ -7,7 +7,6 @@ whether it may draw random numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -141,23 +140,6 @@ def _read(op: Any) -> Effects:
         aliases,
         foreign,
     )
-
-
-@cache
-def may_draw(name: str) -> bool:
-    """Whether a function of torch's own may draw random numbers, as its ops' tags and parameters tell."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return True
-    ops = [getattr(packet, overload) for overload in packet.overloads()]
-    return any(
-        torch.Tag.nondeterministic_seeded in op.tags or any(value.name in _OF_RANDOM for value in op._schema.arguments)
-        for op in ops
-    )
-
-
-# Ops that consist of others have no tag, but parameters by which they draw.
-_OF_RANDOM = {"p", "train", "training", "dropout", "dropout_p", "generator"}
 
 
 def without_statistics(effects: Effects, args: Sequence[Any]) -> Sequence[Any]:

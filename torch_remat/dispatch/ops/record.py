@@ -18,35 +18,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
-from torch_remat.dispatch.log.entry import (
-    CALL,
+from torch_remat.dispatch.keys import USUAL, dense_layout, layout_of, tensors_in
+from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.ops.entry import (
     FIRST,
     NOTHING,
     ODD,
     ONE,
     VIEW,
     WRITTEN,
-    Call,
     Entry,
     entry_of,
     is_bookkeeping,
     names_of,
 )
-from torch_remat.dispatch.log.meta import (
-    USUAL,
-    Raised,
-    dense_layout,
-    described,
-    described_higher,
-    layout_of,
-    leaves_of_result,
-    tensors_in,
-    unboxed,
-)
-from torch_remat.dispatch.log.needs import Needs, find_needs
-from torch_remat.dispatch.log.results import Results
-from torch_remat.dispatch.log.storages import Storages
-from torch_remat.dispatch.naming import ModulePath
+from torch_remat.dispatch.ops.meta import Raised, described, described_higher, leaves_of_result, unboxed
+from torch_remat.dispatch.ops.needs import Needs, find_needs
+from torch_remat.dispatch.ops.results import Results
+from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.errors import PolicyError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import RECOMPUTED, Decision
@@ -65,7 +54,7 @@ class Log(Protocol):
 
     departures: Departures
     entries: list[Entry]
-    opened: list[tuple[ref[Any], Call]]
+    opened: list[tuple[ref[Any], Any]]
     storages: Storages
     results: Results
 
@@ -302,7 +291,7 @@ class OpRecorder:
 
     def _leave_out(self, entry: Entry, place: int, name: str) -> None:
         """Keep a result no longer; what a call returned and what is written outside stay, since these run once."""
-        if isinstance(entry, Call) or entry.outside:
+        if entry.is_call or entry.outside:
             return
         if place in entry.saved and place in entry.packed:
             automatic = entry.labels()[max(place, 0)]
@@ -325,7 +314,7 @@ class OpRecorder:
         error = self._decider.unmatched(names_of(self._entries))
         if error is not None:
             raise PolicyError(error.what, region=self._owner.region.name, tensor=error.tensor, remedy=error.remedy)
-        if is_new(policy, code) and (ops := [entry for entry in self._entries if entry.kind != CALL]):
+        if is_new(policy, code) and (ops := [entry for entry in self._entries if not entry.is_call]):
             names, selects = [entry.effects.name for entry in ops], any(entry.saved for entry in self._entries)
             note_first(policy, code, self._owner.region.name, names, selects)
 
@@ -354,7 +343,7 @@ class OpRecorder:
         writers = [
             entry for entry in self._entries if not entry.repeats and not keys.isdisjoint(map(_address, entry.outside))
         ]
-        if not writers or any(isinstance(one, Call) or not keys.issuperset(one.writes) for one in writers):
+        if not writers or any(one.is_call or not keys.issuperset(one.writes) for one in writers):
             return []
         outside.repeat(keys)
         for entry in self._entries:
@@ -365,11 +354,10 @@ class OpRecorder:
         """Return the present state of the random generators; None if no op has drawn yet that replay might skip."""
         return self._owner.rng_now() if self.random else None
 
-    def note_draws(self, call: Call, before: RngState) -> None:
-        """Note the state of the generators before a call, which may run whole after ops that replay skips."""
-        if call.drawn is not None:
-            call.before = before
-            self.random.append(call)
+    def note_draws(self, call: Entry, before: RngState) -> None:
+        """Note the state of the generators before a call that drew: it may run whole after ops that replay skips."""
+        call.before = before
+        self.random.append(call)
 
     def finish(self) -> None:
         """Keep the random state that replay needs."""
@@ -386,7 +374,7 @@ def note_early_reads(entries: Sequence[Entry]) -> None:
     for entry in reversed(entries):
         if written and not (entry.is_view() or entry.effects.factory):
             known: Collection[int] = entry.reads
-            if isinstance(entry, Call):  # it may read whatever its function reaches; what it writes is unread
+            if entry.is_call:  # it may read whatever its function reaches; what it writes is unread
                 known = written.keys() - {storage.cdata for storage in entry.outside}
             entry.early = [written[key] for key in known if key in written]
         for storage in entry.outside:
@@ -399,7 +387,7 @@ def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:
     for entry in random:
         if not (entry.run and any_skipped):
             entry.before = None
-        any_skipped = any_skipped or not (entry.run or isinstance(entry, Call))  # replay draws what a skipped call drew
+        any_skipped = any_skipped or not (entry.run or entry.is_call)  # replay draws what a skipped call drew
     if region.tape.drawn_by_ops():
         return
     if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):

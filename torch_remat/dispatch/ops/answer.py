@@ -19,17 +19,19 @@ import optree
 import torch
 
 from torch_remat._compat import Handler, count_of_modes, keep_from_compiler
-from torch_remat.dispatch.log.entry import (
-    CALL,
-    ONE,
-    VIEW,
-    Call,
-    Entry,
-    answered,
-    is_bookkeeping,
-    still_there,
+from torch_remat.dispatch.keys import (
+    dense_layout,
+    has_placeholder,
+    key_of,
+    keys_of,
+    layout_of,
+    offset_in_bytes,
+    tensors_in,
+    version_of,
 )
-from torch_remat.dispatch.log.matching import (
+from torch_remat.dispatch.mode import Replaying
+from torch_remat.dispatch.ops.entry import ONE, VIEW, Entry, is_bookkeeping, still_there
+from torch_remat.dispatch.ops.matching import (
     Suppressed,
     after_loose,
     another_op,
@@ -40,19 +42,10 @@ from torch_remat.dispatch.log.matching import (
     place_of,
     run_loose,
 )
-from torch_remat.dispatch.log.meta import (
-    dense_layout,
-    has_placeholder,
-    key_of,
-    keys_of,
-    layout_of,
-    stand_in,
-    tensors_in,
-)
-from torch_remat.dispatch.log.schema import effects_of, without_statistics
-from torch_remat.dispatch.log.slot import Slot, offset_in_bytes, version_of
-from torch_remat.dispatch.mode import Replaying
-from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse
+from torch_remat.dispatch.ops.meta import Given, GivenView, Meta, Raised, WrapperMeta, stand_in, view_of
+from torch_remat.dispatch.ops.schema import argument, effects_of, without_statistics
+from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse, reshape
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import MismatchError, MutationError
 from torch_remat.offload.transfer import Placement
 
@@ -186,13 +179,13 @@ class OpAnswerer:
         self._entries, self.written = (), {}
         del self._replay, self._load, self._region
 
-    def pass_over(self, call: Call) -> None:
+    def pass_over(self, call: Entry) -> None:
         """Pass over a call, which must come next."""
         if self._suppressed.pending:
             self._suppressed.restore()
         at = after_loose(self._entries, self._at, call)
         if at >= len(self._entries) or self._entries[at] is not call:
-            self._replay.fail(another_op(self._region, call.name, at, self._entries, f"call {call.name!r}"))
+            self._replay.fail(another_op(self._region, call.group, at, self._entries, f"call {call.group!r}"))
         self._at = at + 1
 
     def may_fill(self) -> bool:
@@ -200,7 +193,7 @@ class OpAnswerer:
         entry = self._entries[self._at] if self._at < len(self._entries) else None
         if entry is None or not entry.run:
             return False
-        return entry.kind == CALL or not (entry.effects.plain or entry.effects.view)
+        return not (entry.effects.plain or entry.effects.view)
 
     def ends_soon(self) -> bool:
         """Whether few ops are to come, which compute results and do no more."""
@@ -294,15 +287,68 @@ class OpAnswerer:
         return self._load(slot, entry.group, entry.label(place))
 
 
-def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tensor]:
-    """Return what all slots of a region's entries keep, by the id of the slot; ``region`` is the region's name.
+def answered(
+    entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[int, Any], torch.Tensor]
+) -> Any:
+    """Return what replay answers an op with that it does not run; ``make`` makes the tensor for one of the results."""
+    results, effects = entry.results, entry.effects
+    if type(results) is Raised:
+        raise results.kind(*results.args)
+    if effects.written and len(effects.returned) == 1 and effects.returned[0] >= 0:
+        return _fitted(argument(effects.written[effects.returned[0]], args, kwargs), results)
+    if effects.reshapes:
+        return reshape(entry.op, args, kwargs) if isinstance(args[0], Placeholder) else entry.op(*args, **kwargs)
+    if type(results) is Given:
+        return list(tensors_in(args, kwargs))[results.place]
+    several = type(results) is list
+    base = argument(effects.viewed, args, kwargs) if effects.viewed is not None else None
+    if any(getattr(item, "alias", False) for item in (results if several else [results])):
+        base = args[0]
+    # Placeholders inside of a wrapper subclass give views, but not what is one without the schema saying so.
+    is_there = not (has_placeholder(base) if effects.viewed is None else isinstance(base, Placeholder))
+    if isinstance(base, torch.Tensor) and is_there:
+        return entry.op(*args, **kwargs)  # views of a tensor that is there
+    given = list(tensors_in(args, kwargs)) if several or type(results) is WrapperMeta else ()
+    if not several:
+        return _of_base(base, _answered_item(results, 0, given, make))
+    made = [
+        _fitted(argument(effects.written[effects.returned[place]], args, kwargs), item)
+        if place < len(effects.returned) and effects.returned[place] >= 0
+        else _of_base(base, _answered_item(item, place, given, make))
+        for place, item in enumerate(results)
+    ]
+    if entry.form is not None:
+        return optree.tree_unflatten(entry.form, made)
+    return made if len(effects.returned) == 1 else tuple(made)
 
-    Hooks around the region may run a replay of their own, which cannot be done below autograd.
-    """
-    loaded: dict[int, torch.Tensor] = {}
-    for entry in entries:
-        if isinstance(entry, Call) and entry.answers:
-            loaded |= loaded_slots(region, entry.answers)
-        for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
-            loaded[id(slot)] = slot.load(region, entry.group, entry.label(max(place, 0)))
-    return loaded
+
+def _fitted(written: Any, meta: Any) -> Any:
+    """Return a written argument in the shape that the op has given it: ``out=`` tensors are resized."""
+    if type(meta) is Meta and isinstance(written, torch.Tensor) and written.shape != meta.geometry[0]:
+        if isinstance(written, Placeholder):
+            written.resized = True
+        else:
+            written.resize_(meta.geometry[0])
+    return written
+
+
+def _of_base(base: Any, view: Any) -> Any:
+    if isinstance(base, Placeholder) and isinstance(view, Placeholder):
+        view.source = base.source  # by which what shares a storage is known
+    return view
+
+
+def _answered_item(
+    item: Any, place: int, given: Sequence[torch.Tensor], make: Callable[[int, Any], torch.Tensor]
+) -> Any:
+    if type(item) is WrapperMeta:
+        item = item.around(given)
+    if type(item) in (Meta, WrapperMeta):
+        return make(place, item)
+    if type(item) is Given:
+        return given[item.place]
+    if type(item) is GivenView:
+        return view_of(given[item.place], item.meta)
+    if type(item) is list:
+        return [_answered_item(inner, place, given, make) for inner in item]
+    return item

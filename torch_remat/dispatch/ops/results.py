@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.log.entry import CALL, ONE, SEVERAL, WRITTEN, Entry
-from torch_remat.dispatch.log.meta import Meta
-from torch_remat.dispatch.log.slot import UNCOUNTED, Slot, placement_in, version_of
-from torch_remat.dispatch.log.storages import Storages, let_go
+from torch_remat.dispatch.keys import UNCOUNTED, version_of
+from torch_remat.dispatch.ops.entry import ONE, SEVERAL, WRITTEN, Entry
+from torch_remat.dispatch.ops.meta import Meta
+from torch_remat.dispatch.ops.storages import Storages, let_go
+from torch_remat.dispatch.slot import Slot, placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
 Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
@@ -60,7 +61,7 @@ class Results:
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
         results = result if isinstance(result, (list, tuple)) else (result,)
-        is_gradient = entry.kind != CALL and not torch.is_grad_enabled()
+        is_gradient = not entry.is_call and not torch.is_grad_enabled()
         held = self._held[entry] = {
             place: (let_go(tensor) if is_gradient else tensor, version_of(tensor))
             for place, tensor in enumerate(results)
@@ -68,7 +69,7 @@ class Results:
         }
         for at, tensor in enumerate(written):
             held[WRITTEN - at] = tensor, version_of(tensor)
-        if entry.kind not in (SEVERAL, CALL):
+        if not (entry.is_call or entry.kind == SEVERAL):
             self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
