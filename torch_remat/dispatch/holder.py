@@ -78,11 +78,8 @@ class TapeLike(Protocol):
 class OutsideLike(Protocol):
     """What lower rooms ask about what outlives a region; see `region.outside.Outside`."""
 
-    def repeatable(self) -> set[int]:
-        """Return the storages of the buffers that a replay may start from as forward found them."""
-
-    def repeat(self, keys: set[int]) -> None:
-        """Let replay start from some of them so."""
+    def state_of_ops(self) -> set[int]:
+        """Return the storages of the small buffers that replay starts from as forward found them, under a policy."""
 
 
 class RegionLike(Protocol):

@@ -331,7 +331,7 @@ def explain(function: Callable[..., Any], *, alternatives: bool = True) -> Calla
         >>> x = torch.randn(4, requires_grad=True)
         >>> explanation = remat.explain(remat.checkpoint(region_name="block")(block))(x)
         >>> [(tensor.label, tensor.state) for tensor in explanation.regions[0].ops[0].tensors]
-        [('x', 'waiting'), ('out', 'not kept')]
+        [('x', 'elided'), ('out', 'not kept')]
     """
     if not callable(function):
         raise UsageError(f"explain() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")

@@ -16,7 +16,7 @@ from torch_remat._text import format_bytes, format_flops, plural
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.report import Block, Report, format_sum
 
-State = Literal["kept", "offloaded", "waiting", "recomputed", "not kept"]
+State = Literal["kept", "offloaded", "elided", "recomputed", "not kept"]
 """Where a tensor is between forward and backward: in place; elsewhere; with what replay makes or has anyway; nowhere,
 replay makes it again; nowhere, since nothing needs it."""
 
@@ -175,8 +175,8 @@ def _region_blocks(label: str, region: RegionExplanation, count: int) -> Iterato
 
 def _waits(region: RegionExplanation) -> bool:
     """Whether replay has something to make and has not run."""
-    waiting = any(tensor.state == "waiting" for op in region.ops for tensor in op.tensors)
-    return region.replays == 0 and (region.unnamed > 0 or waiting)
+    elided = any(tensor.state == "elided" for op in region.ops for tensor in op.tensors)
+    return region.replays == 0 and (region.unnamed > 0 or elided)
 
 
 def _rows(region: RegionExplanation, tensors: Sequence[TensorExplanation]) -> list[list[str]]:

@@ -105,11 +105,11 @@ class Prices(NamedTuple):
         flops, refused, reached = 0, None, False
         for step in self.steps[::-1]:
             if skips(step):
-                waiting = (step.before | step.after) - lacks.keys() - set(self.inputs_away)
+                elided = (step.before | step.after) - lacks.keys() - set(self.inputs_away)
                 for number in needed.intersection(step.makes):
                     keep(number, step)
-                needed |= waiting
-                reached = reached or bool(waiting)
+                needed |= elided
+                reached = reached or bool(elided)
                 continue
             runs = reached if self.by_policy is None else not needed.isdisjoint(step.makes)
             needed |= step.before | step.after
@@ -250,7 +250,7 @@ class Reasons:
     def _of_saved(self, op: str, row: Kept) -> tuple[State, str]:
         if row.what != "saved":
             source = f"has it as input {row.at} of {row.by}" if row.why == "input of" else "makes it again"
-            return "waiting", f"replay {source}"
+            return "elided", f"replay {source}"
         state, why = self._state_of(row), f"the backward of {op} reads it"
         shared = self._counted.get(qualified_name(self._region.name, op, row.tensor), (None, None))[1]
         if (given := self._inputs.get(shared or "")) is not None:

@@ -228,3 +228,10 @@ def test_calls_of_functions_have_the_names_that_a_policy_by_function_gives_them(
     assert table.calls[2].results == ("2.t_0_0", "2.addmm_0_0")
     y = remat.checkpoint(policy=[nn.functional.linear, nn.functional.gelu])(block)(x.requires_grad_())
     assert {op.name for op in remat.memory_report(y).regions[0].ops} <= {call.name for call in table.calls}
+
+
+def test_calls_with_names_of_their_own_are_no_rows():
+    def function(x):
+        return (remat.op(torch.sin, "call")(x) * x).cos()
+
+    assert list(rows_of(function, leaf(3))) == ["mul_0_0", "cos_0_0"]

@@ -118,7 +118,7 @@ class Recorder:
         self.roots: list[Root] = []
         options, hooks = region.options, region.hooks
         nested = hooks is not None
-        self.storages = Storages(nested)
+        self.storages = Storages(nested, region.outside)
         self.departures = Departures(region, forward.unwatched)
         self._allow_mutation: bool = options.allow_cache_entry_mutation
         make_slot = partial(slot_for, hooks, self.departures)
@@ -492,6 +492,8 @@ class Recorder:
             if before is not None:
                 self._note_outside(call, before)
             running.returns(result)
+            if call.why or (self.has_policy and not (of_torch or is_native)):  # what it reads where it runs whole
+                call.reads = [*call.reads, *running.given.keys()]
             if self.watch is not None and drawn is not None and call.drawn is not None:
                 self.watch.note_draws(call, drawn)
         except BaseException as error:
@@ -543,8 +545,6 @@ class Recorder:
                 # A native region modified what nobody knows: if the region made it, replay finds it recomputed.
                 self.note_outer(call, key, tensor, version)
                 call.outside = [*call.outside, storage]
-        if call.why:  # it runs whole, and reads its variables then
-            call.reads = [*call.reads, *given.keys()]
         if given.used:
             call.places = given.used
 

@@ -207,7 +207,7 @@ class OpAnswerer:
         if any(map(has_placeholder, tensors_in(args, kwargs))):
             consumer = str(entry.op)
             args, kwargs = mapped(lambda leaf: self.value_of(leaf, consumer), args, kwargs)
-        if entry.outside and not entry.repeats:
+        if entry.outside:
             written = entry.changed_arguments(args, kwargs)
             outside = still_there(entry.outside)
             if outside and all(key_of(tensor) in outside for tensor in written):

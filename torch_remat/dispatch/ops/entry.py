@@ -54,7 +54,6 @@ class Entry:
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
         outside: Those of them that were created outside the region.
-        repeats: Whether replay writes these again.
         made: The storages of its new results, by their place, unless there is just `storage`.
         storage: That of its one new result, if its kind is `ONE`.
         saved: The places of the results that are to be kept if replay needs them.
@@ -93,7 +92,7 @@ class Entry:
     away: frozenset[int] = NOTHING
     barred: frozenset[int] = NOTHING
     whole = True
-    always = run = repeats = False
+    always = run = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
     written: Sequence[Slot] = ()

@@ -35,7 +35,6 @@ def find_needs(
     entries: Sequence[Entry],
     roots: Sequence[Root],
     can_keep: Callable[[Entry, int], bool],
-    runs: Collection[Entry] = (),
 ) -> Needs:
     """Return what replay runs and keeps.
 
@@ -43,9 +42,8 @@ def find_needs(
         entries: The log.
         roots: What replay must have.
         can_keep: Whether a saved result is there, as the entry left it.
-        runs: Entries that replay runs besides those that run whatever they are needed for.
     """
-    forced = set(runs)
+    forced = set[Entry]()
     while True:
         needs, has_writes = _walk(entries, roots, can_keep, forced)
         unfinished = _unfinished(entries, needs) if has_writes else []
@@ -107,6 +105,7 @@ def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
                 found.append(entry)
         elif entry.kind != VIEW:
             if entry in runs:
+                there.update(entry.reads)  # small buffers, too, which replay has as forward found them
                 there.update(entry.touches())
             else:
                 there.difference_update(entry.touches())

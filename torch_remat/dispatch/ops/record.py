@@ -7,7 +7,6 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from sys import _getframe
 from typing import Any, Protocol
 from weakref import ref
@@ -22,6 +21,7 @@ from torch_remat.dispatch.keys import USUAL, dense_layout, layout_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import (
     FIRST,
+    LEFT,
     NOTHING,
     ODD,
     ONE,
@@ -269,6 +269,10 @@ class OpRecorder:
                 entry.saved = frozenset((WRITTEN, *places))
                 entry.away = frozenset(place for place in places if said[place].offloads)
             entry.barred = frozenset(place for place, decision in enumerate(said) if decision is Decision.LEFT_OUT)
+        if WRITTEN in entry.saved and any(map(self._storages.is_state, entry.writes)):
+            entry.saved -= (
+                LEFT  # what is kept of a small buffer is its own memory, where replay puts the state of forward
+            )
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand, and keep it if the policy says so."""
@@ -321,34 +325,10 @@ class OpRecorder:
     # The end.
 
     def find_needs(self, roots: Sequence[tuple[int, int]]) -> Needs:
-        """Return what replay runs and keeps, and let run what it must run besides."""
-        entries, can_keep = self._entries, self._results.can_keep
-        if not self._storages.has_writes:
-            return find_needs(entries, roots, can_keep)
-        note_early_reads(entries)
-        needs, runs = find_needs(entries, roots, can_keep), set()
-        while writers := self._writers_to_repeat(needs.run):
-            runs.update(writers)
-            for entry in writers:
-                entry.repeats = True
-            needs = find_needs(entries, roots, can_keep, runs)
-        return needs
-
-    def _writers_to_repeat(self, run: Sequence[Entry]) -> list[Entry]:
-        """Return what replay must write again: small buffers that an op reads which it runs."""
-        outside = self._owner.region.outside
-        if outside is None:
-            return []
-        keys = outside.repeatable() & {key for entry in run for key in entry.reads}
-        writers = [
-            entry for entry in self._entries if not entry.repeats and not keys.isdisjoint(map(_address, entry.outside))
-        ]
-        if not writers or any(one.is_call or not keys.issuperset(one.writes) for one in writers):
-            return []
-        outside.repeat(keys)
-        for entry in self._entries:
-            entry.early = [storage for storage in entry.early if storage.cdata not in keys]
-        return writers
+        """Return what replay runs and keeps."""
+        if self._storages.has_writes:
+            note_early_reads(self._entries, self._storages.is_state)
+        return find_needs(self._entries, roots, self._results.can_keep)
 
     def drawn_so_far(self) -> RngState | None:
         """Return the present state of the random generators; None if no op has drawn yet that replay might skip."""
@@ -365,11 +345,8 @@ class OpRecorder:
             keep_random(self._owner.region, self.random)
 
 
-_address = attrgetter("cdata")
-
-
-def note_early_reads(entries: Sequence[Entry]) -> None:
-    """Note which entries read an outside tensor before a later one modified it: replay does not undo that."""
+def note_early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> None:
+    """Note which entries read an outside tensor before a later one modified it: replay undoes that of state alone."""
     written: dict[int, StorageWeakRef] = {}
     for entry in reversed(entries):
         if written and not (entry.is_view() or entry.effects.factory):
@@ -378,7 +355,8 @@ def note_early_reads(entries: Sequence[Entry]) -> None:
                 known = written.keys() - {storage.cdata for storage in entry.outside}
             entry.early = [written[key] for key in known if key in written]
         for storage in entry.outside:
-            written[storage.cdata] = storage
+            if not is_state(storage.cdata):
+                written[storage.cdata] = storage
 
 
 def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:

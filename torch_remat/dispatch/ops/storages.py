@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import storage_key, with_shared_versions
+from torch_remat.dispatch.holder import OutsideLike
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of, tensors_in, version_of
 from torch_remat.dispatch.ops.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
 from torch_remat.dispatch.ops.meta import Given, GivenView, Meta
@@ -51,10 +52,23 @@ class Storages:
             outside, unless an entry has written them.
     """
 
-    __slots__ = ("_foreign", "_nested", "_reused", "_sizes", "aliases", "has_lazy", "has_writes", "writers")
+    __slots__ = (
+        "_foreign",
+        "_nested",
+        "_outside",
+        "_reused",
+        "_sizes",
+        "_state",
+        "aliases",
+        "has_lazy",
+        "has_writes",
+        "writers",
+    )
 
-    def __init__(self, nested: bool) -> None:
+    def __init__(self, nested: bool, outside: OutsideLike | None) -> None:
         self._nested = nested  # in hooks, which may be those of another region
+        self._outside = outside
+        self._state: set[int] | None = None  # the small buffers, once an entry has written what is from outside
         self.has_lazy = False
         self.has_writes = False
         self.writers: dict[int, tuple[Entry, int]] = {}
@@ -88,12 +102,19 @@ class Storages:
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether an entry has written a tensor created outside the region."""
-        return key_of(tensor) in self._foreign
+        key = key_of(tensor)
+        return key in self._foreign or (self.has_writes and key in self.writers and self.is_state(key))
 
     def let_go_of_graph(self) -> None:
         """Hold aliases without their `grad_fn`."""
         for aliases in self.aliases.values():
             aliases[:] = [(alias.detach(), version) for alias, version in aliases]
+
+    def is_state(self, key: int) -> bool:
+        """Whether a storage is that of a small buffer, which entries write again: replay starts from what it was."""
+        if self._state is None:
+            self._state = set() if self._outside is None else self._outside.state_of_ops()
+        return key in self._state
 
     def note_foreign(self, tensor: torch.Tensor) -> None:
         """Note a new tensor that is no entry's result; it may lie where one lay that is gone."""
@@ -244,7 +265,7 @@ class Storages:
             for part in parts_of(tensor):
                 key = key_of(part)
                 writes.append(key)
-                if self.is_foreign(key):
+                if self.is_foreign(key) and not self.is_state(key):
                     self._foreign.add(key)
                     if part.layout is torch.strided:
                         outside.append(StorageWeakRef(part.untyped_storage()))

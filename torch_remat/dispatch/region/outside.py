@@ -12,7 +12,8 @@ All else that changed is *unread*:
 2. What recomputed code modified, throughout; it is copied for the replay, and put back afterwards.
 3. What is not as the region's forward left it (another region, another call of the module or the user modified it).
 Reading an unread tensor ends the replay with an error. Under a policy the log knows what its ops wrote, and which ops
-read it before; these writes are no state, and not repeated, unless an op that runs again reads a small buffer.
+read it before; these writes are not repeated, but for those of small buffers, which are state here, too. Batch norms'
+are not: their ops do not say that they write, so that replay could not tell whether to repeat it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class Noted:
         until: How many names must have begun before a replay may read the tensor.
         end: The tensor and its version when forward ended.
         shape: Its shape then.
-        repeats: Whether ops of a policy write the small buffer again.
         is_logged: Whether the log of a policy writes what is there, as replay does again, to whatever tensor is there.
     """
 
@@ -70,7 +70,6 @@ class Noted:
         "last",
         "left",
         "place",
-        "repeats",
         "shape",
         "start",
         "until",
@@ -82,7 +81,7 @@ class Noted:
         self.start: State | None = self.now(self.is_small)
         self.left: Sequence[State] = ()
         self.by_calls, self.last, self.until = 0, 0, 0.0
-        self.repeats = self.is_logged = False
+        self.is_logged = False
         self.end: tuple[ref[Tensor] | None, int] = (None, 0)
         self.shape: torch.Size | None = None
 
@@ -100,6 +99,10 @@ class Noted:
         """Whether its values are state."""
         return self.start is not None and self.start.copy is not None
 
+    def is_state_of_ops(self) -> bool:
+        """Whether its values are state where a policy watches the ops that modify it."""
+        return self.has_values() and not isinstance(self.place.module, BATCH_NORM)
+
     def finish(self, has_policy: bool, is_logged: Callable[[Tensor], bool]) -> None:
         """Note how forward leaves the place, and forget the start of what is no state; see NOTE [ Outside ]."""
         assert self.start is not None
@@ -112,10 +115,12 @@ class Noted:
             moved = (version_of(tensor) if is_bound else now.version) - version
         is_written = bool(moved) or not (copy is None or tensor is None or _same(tensor, copy))
         is_state = is_bound or bool(self.left) or (is_written and copy is not None)
-        if has_policy and not self.repeats and (is_state or moved):
+        if has_policy and (is_state or moved):
             found = (tensor, now.tensor, *[state.tensor for state in self.left])
             is_known = any(one is not None and is_logged(one) for one in found)
-            if is_known or not (moved or is_bound or self.left):  # by ops, also those of batch norms
+            if is_known and self.is_state_of_ops():
+                pass  # replay starts from it
+            elif is_known or not (moved or is_bound or self.left):  # by ops, also those of batch norms
                 self.is_logged = is_known
                 self.until = 0 if is_known and not (is_bound or self.left or self.by_calls) else inf
                 is_state, moved = False, 0
@@ -257,15 +262,9 @@ class Outside:
                 found.append(f"{name} is another tensor than in forward.")
         return found
 
-    def repeatable(self) -> set[int]:
-        """Return the storages of the small buffers whose state replay may start from if ops write them again."""
-        noted = [one for one in self._noted if not (one.left or isinstance(one.place.module, BATCH_NORM))]
-        return _keys([one for one in noted if one.has_values()])
-
-    def repeat(self, keys: set[int]) -> None:
-        """Let replay start from some of them: it runs all ops again that write them."""
-        for noted in self._noted:
-            noted.repeats = noted.repeats or not keys.isdisjoint(_keys([noted]))
+    def state_of_ops(self) -> set[int]:
+        """Return the storages of the small buffers that ops write again, if replay runs them."""
+        return _keys([noted for noted in self._noted if noted.is_state_of_ops()])
 
     def finish(self, is_logged: Callable[[Tensor], bool]) -> None:
         """Note what forward has changed.
