@@ -122,8 +122,7 @@ class _Ending:
     def decide(self) -> None:
         """Keep results, and note what runs."""
         log, region = self._log, self._region
-        if log.has_policy:  # elsewhere the graph is asked
-            log.results.let_go_of_graph()
+        log.results.let_go_of_graph()
         region.tape.roots = roots = self._roots()
         if log.watch is not None:
             needs = log.watch.find_needs(roots)

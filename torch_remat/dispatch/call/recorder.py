@@ -422,8 +422,7 @@ class Recorder:
             return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
         # What most are.
         holder = self.holder_for(entry.group, label, tensor)
-        holder.value = alias = tensor.detach() if self.mode.watcher is None else detached(tensor)
-        self.results.aliases[entry] = id(tensor), alias
+        holder.value = tensor.detach() if self.mode.watcher is None else detached(tensor)
         self.region.tape.saved.append(ResidentRef(holder))
         return holder
 

@@ -47,7 +47,6 @@ class Entry:
             first argument, in each case from ordinary tensors and numbers, and did nothing else; otherwise `ODD`.
         reads: The storages of its arguments.
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
-        listed: Whether there are lists of tensors among its arguments, though it is of a kind.
         form: The tree that a higher-order op returned, of which `results` are the leaves; None if these are all.
         version: The version counter of a tensor created outside the region before the op gave it another shape.
         early: The storages created outside the region that it reads and that a later entry writes.
@@ -80,7 +79,6 @@ class Entry:
     is_call = False
     reads: Sequence[int] = ()
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
-    listed = False
     form: Any = None
     version: int | None = None
     early: Sequence[StorageWeakRef] = ()

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
-from torch_remat.dispatch.keys import USUAL, dense_layout, layout_of, tensors_in
+from torch_remat.dispatch.keys import USUAL, layout_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import (
     FIRST,
@@ -139,7 +139,7 @@ class OpRecorder:
             if entry.saved:
                 if counts is None:
                     self._begin_counting(entry, _getframe(1))
-                entry.layout = dense_layout(args) if is_noted and not entry.listed else layout_of(args, kwargs)
+                entry.layout = layout_of(args, kwargs)
                 if entry.kind == ONE:
                     results.note_one(entry, result)
                 else:

@@ -24,7 +24,6 @@ Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor 
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
 
-_NO_ALIAS = (0, torch.empty(0))
 _NONE: dict[int, tuple[torch.Tensor, int]] = {}
 
 
@@ -33,13 +32,9 @@ class Results:
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.
-        aliases: Of entries of kind `ONE`: an alias, without a `grad_fn`, that autograd has saved of a tensor in the
-            result's storage, and the id of this tensor.
     """
 
-    __slots__ = (
-        "_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "aliases", "unread",
-    )  # fmt: skip
+    __slots__ = ("_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "unread")
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
         self.unread: list[Entry] = []
@@ -51,7 +46,6 @@ class Results:
         # Of each entry the results by their places, and from -1 downwards the arguments that it wrote, each with its
         # version when the op was over.
         self._held: dict[Entry, dict[int, tuple[torch.Tensor, int]]] = {}
-        self.aliases: dict[Entry, tuple[int, torch.Tensor]] = {}
 
     def note_one(self, entry: Entry, result: torch.Tensor) -> None:
         """Note the result of an entry of kind `ONE`."""
@@ -95,15 +89,10 @@ class Results:
 
     def let_go_of_graph(self) -> None:
         """At the end of forward: hold results without their `grad_fn`, since what only they reach needs no replay."""
-        aliases = self.aliases
-        for entry, held in self._held.items():
+        for held in self._held.values():
             for place, (tensor, version) in held.items():
-                known, alias = aliases.get(entry, _NO_ALIAS)
-                if known != id(tensor):
-                    alias = tensor.detach()
-                held[place], aliases[entry] = (alias, version), (id(alias), alias)  # it is its own
-        if self._storages.aliases:
-            self._storages.let_go_of_graph()
+                held[place] = tensor.detach(), version
+        self._storages.let_go_of_graph()
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
@@ -141,10 +130,8 @@ class Results:
         """Keep results of an entry, and what it wrote, in slots."""
         held = self._held[entry]
         if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
-            tensor = held[0][0]
-            known, alias = self.aliases.get(entry, _NO_ALIAS)
-            alias = alias if known == id(tensor) else tensor.detach()
-            entry.kept = {0: Slot.of_alias(alias, self._storages.aliases_of(tensor))}
+            alias = held[0][0]
+            entry.kept = {0: Slot.of_alias(alias, self._storages.aliases_of(alias))}
             return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.written = [slot for place, slot in kept.items() if place < 0]

@@ -162,7 +162,7 @@ class Storages:
                 made += [(place, key) for key in self._new(entry, place, item)]
         entry.made = made
 
-    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any) -> bool:
+    def note_ordinary(self, entry: Entry, args: Sequence[Any], result: Any, is_listed: bool = False) -> bool:
         """Do the same for an op that makes new tensors and no more; return False if it is not that simple."""
         reads: list[int] = []
         try:
@@ -172,8 +172,7 @@ class Storages:
                     reads.append(storage_key(arg))
                 elif kind is list:
                     if not _VALUES.issuperset(map(type, arg)):
-                        entry.listed = True
-                        return self.note_ordinary(entry, without_lists(args), result)
+                        return self.note_ordinary(entry, without_lists(args), result, is_listed=True)
                 elif kind not in _VALUES and isinstance(arg, Tensor):
                     return False
             if self._reused:
@@ -185,7 +184,7 @@ class Storages:
             return False
         dtype = result.dtype
         is_view = key in reads  # though the schema does not say so
-        if dtype.is_complex or (is_view and (key != reads[0] or entry.listed or not isinstance(args[0], Tensor))):
+        if dtype.is_complex or (is_view and (key != reads[0] or is_listed or not isinstance(args[0], Tensor))):
             return False
         geometry = result.shape, result.stride(), result.storage_offset()
         entry.results = new_tuple(Meta, (geometry, dtype, result.device, is_view, NOT_LAZY))
