@@ -18,7 +18,7 @@ Tensors outside the region are modified once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from types import BuiltinFunctionType, MappingProxyType
@@ -292,7 +292,6 @@ class Running(ABC):
     # What most calls have none of is not set for each.
     last = -1
     outputs: set[tuple[Node, int]] | None = None
-    born: Collection[int] = frozenset()  # the storages that it has made, as far as somebody watches
     written: Mapping[int, Written] = _NONE
 
     def __init__(self, ops: Log, call: Call, given: Given) -> None:
@@ -309,12 +308,16 @@ class Running(ABC):
     def returns(self, result: Any) -> None:
         """Note what the call returns."""
 
+    def has_made(self, key: int) -> bool:
+        """Whether it has made a storage, as far as somebody watches."""
+        return False
+
     def note_written(self, tensor: torch.Tensor, version: int) -> None:
         """Note a tensor that the call modifies, with its version before, unless it has made it."""
         node = node_of(tensor)
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
-            if key not in self.born and key not in self.written:
+            if not self.has_made(key) and key not in self.written:
                 self.written = {**self.written, key: Written(tensor, version, is_own)}
 
     def watch_end(self, draws: bool) -> None:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import optree
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import (
@@ -36,11 +35,12 @@ from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.ops.answer import OpAnswerer
-from torch_remat.dispatch.ops.entry import ODD, ONE, VIEW, Entry, entry_of, is_bookkeeping
+from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.ops.matching import Suppressed
-from torch_remat.dispatch.ops.meta import Meta, Raised, described, described_higher, leaves_of_result, unboxed
-from torch_remat.dispatch.ops.schema import LIFT
-from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, is_of_placeholders, new_tuple
+from torch_remat.dispatch.ops.meta import Meta, Raised, described, leaves_of_result, unboxed
+from torch_remat.dispatch.ops.record import note_odd, note_raised
+from torch_remat.dispatch.ops.storages import Storages
+from torch_remat.dispatch.placeholder import Placeholder, Source, is_of_placeholders
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import placement_in, slot_for
 
@@ -52,28 +52,30 @@ class RunningNative(Running):
 
     Attributes:
         answers: Its ops so far.
-        makers: Which op made each storage that was made inside, and as which of its results.
+        inside: The storages that these read, wrote and made.
     """
-
-    makers: dict[int, tuple[Entry, int]]
 
     def __init__(
         self, ops: Log, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         super().__init__(ops, call, Given(function, args if is_flat(args, kwargs) else leaves_of(args, kwargs)))
         self.answers: list[Entry] = []
-        self.born = self.makers = {}
+        self.inside = Storages(ops.region.hooks is not None, None)
         self._counts: dict[str, int] = {}
-        self._reads: set[int] = set()
-        self._has_complex = False  # whether a view may be a lazy conjugate, or a lazy negative: a part of one
+        self._of_handles: list[int] = []  # the storages of what these made inside
         self._draws = False  # whether an op may have drawn random numbers
         self._read: list[tuple[Entry, int, Tensor]] = []  # what higher-order ops read: who made it, as which result
+
+    def has_made(self, key: int) -> bool:
+        """Whether a storage was made inside."""
+        return not self.inside.is_foreign(key)
 
     @property
     @keep_from_compiler
     def watch(self) -> Handler:
         """What runs an op and notes what it returned: a closure, since it runs for each."""
-        answers, makers, counts, reads = self.answers, self.makers, self._counts, self._reads
+        answers, counts, inside = self.answers, self._counts, self.inside
+        note_ordinary, note_view = inside.note_ordinary, inside.note_view
         ops, waiting = self.ops, self.ops.departures.waiting
 
         def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,23 +92,12 @@ class RunningNative(Running):
             try:
                 result = make.kernel(*args, **kwargs)
             except Exception as error:
-                self._note_raised(entry, error)
+                note_raised(answers, entry, error)
                 raise
             answers.append(entry)
-            if type(result) is not Tensor or result.dtype.is_complex or make.effects.aliases or self._has_complex:
-                self._note(entry, args, kwargs, result)
-                return result
-            try:
-                for arg in args:
-                    if (type(arg) is Tensor or type(arg) is Parameter) and (key := storage_key(arg)) not in makers:
-                        reads.add(key)
-                geometry = result.shape, result.stride(), result.storage_offset()
-                if kind == ONE:
-                    makers[storage_key(result)] = entry, 0
-            except RuntimeError:  # sparse tensors have neither strides nor a storage
-                self._note(entry, args, kwargs, result)
-                return result
-            entry.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
+            is_noted = note_ordinary(entry, args, result) if kind == ONE else note_view(entry, args[0], result)
+            if not is_noted:
+                note_odd(inside, entry, args, kwargs, result)
             return result
 
         return watch
@@ -123,34 +114,34 @@ class RunningNative(Running):
         if is_bookkeeping(effects, args, kwargs) or ops.is_in_skipped_body():
             result = op(*args, **kwargs)
             if effects.cast:  # it may have the memory of a result that is gone
-                self.makers.pop(key_of(result), None)
+                self.inside.note_foreign(result)
                 ops.storages.note_foreign(result)
             return result
         entry = _new(make)
         entry.count = self._counts[effects.name] = self._counts.get(effects.name, -1) + 1
-        changed = list(args[:1]) if effects.reshapes else entry.changed_arguments(args, kwargs)
-        entry.outside = self._note_writes(changed)
+        self._note_writes(args[:1] if effects.reshapes else entry.changed_arguments(args, kwargs))
         given = unboxed(args) if effects.higher else args
         try:
-            result = op(*args, **kwargs)
+            returned = result = op(*args, **kwargs)
         except Exception as error:
-            self._note_raised(entry, error)
+            note_raised(self.answers, entry, error)
             raise
         if effects.higher:
             args = given
             self._note_read(tensors_in(args, kwargs))
+            result, entry.form = leaves_of_result(returned)
         if ops.departures.waiting:
             ops.departures.send()
         self.answers.append(entry)
-        self._note(entry, args, kwargs, result)
-        if effects.foreign and not changed:  # it may return what it has changed without a word
+        note_odd(self.inside, entry, args, kwargs, result)
+        if effects.foreign:  # it may return what it has changed without a word
             self._note_writes(entry.changed_arguments(args, kwargs))
-        return result
+        return returned
 
     def _note_read(self, tensors: Iterable[Tensor]) -> None:
         """Let replay have what a higher-order op reads, or a trace for one, which placeholders would break."""
         for tensor in tensors:
-            maker = self.makers.get(key_of(tensor))
+            maker = self._maker_of(tensor)
             if maker is None:
                 self.ops.note_readers((tensor,))
             elif not tensor._version and not isinstance(maker[0], Call) and type(maker[0].meta(maker[1])) is Meta:
@@ -168,48 +159,16 @@ class RunningNative(Running):
                 slot = slot_for(ops.region.hooks, ops.departures, call.name, entry.label(place), made, call.policy)
                 entry.kept = {**entry.kept, place: slot}
 
-    def _note_writes(self, changed: Sequence[Tensor]) -> list[StorageWeakRef]:
-        """Note what an op modifies that was there before the region; return its storages."""
-        outer = [tensor for tensor in changed if not all(key in self.makers for key in keys_of(tensor))]
-        for tensor in outer:
-            self.note_written(tensor, version_of(tensor))
-        return [
-            StorageWeakRef(tensor.untyped_storage())
-            for tensor in outer
-            if type(tensor) is not Placeholder and tensor.layout is torch.strided
-        ]
-
-    def _note_raised(self, entry: Entry, error: Exception) -> None:
-        entry.kind = ODD
-        entry.results = Raised(type(error), error.args)
-        self.answers.append(entry)
-
-    def _note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note the result of any op."""
-        effects = entry.effects
-        given = list(tensors_in(args, kwargs))
-        self._has_complex = self._has_complex or any(tensor.is_complex() for tensor in tensors_in((*given, result), {}))
-        if effects.higher:
-            result, entry.form = leaves_of_result(result)
-            entry.results = described_higher(result, given)
-        else:
-            entry.results = described(result, args[0] if args else None, given if effects.namespace != "aten" else ())
-        # No op has made the memory of Python values, which may be that of a result that is gone.
-        keys = set() if entry.op is LIFT else {key for tensor in given for key in keys_of(tensor)}
-        self._reads |= keys.difference(self.makers)
-        is_view = effects.view and type(args[0]) in (Tensor, Parameter) and entry.op is not LIFT
-        entry.kind = VIEW if is_view else ODD
-        made = result if isinstance(result, (tuple, list)) else (result,)
-        for place, item in enumerate(made):
-            if isinstance(item, Tensor):
-                for key in keys_of(item):
-                    if key not in keys:
-                        self.makers[key] = entry, place
+    def _note_writes(self, changed: Sequence[Tensor]) -> None:
+        """Note what an op modifies that was there before the region."""
+        for tensor in changed:
+            if not all(map(self.has_made, keys_of(tensor))):
+                self.note_written(tensor, version_of(tensor))
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that the region has made, or one that replay will not have."""
         ops, call = self.ops, self.call
-        maker = self.makers.get(key_of(tensor)) if self.makers and type(tensor) is not Parameter else None
+        maker = self._maker_of(tensor) if type(tensor) is not Parameter else None
         if maker is None:
             if (outer := ops.made_by_handle(tensor)) is None:
                 return ops.pack(tensor)
@@ -219,28 +178,39 @@ class RunningNative(Running):
             label = f"{entry.name.rpartition('/')[2]}_{place}" if isinstance(entry, Call) else entry.label(place)
         return ops.resident(call.name, ops.name_of(tensor, label), tensor, call.policy)
 
+    def _maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
+        """Return the op or handle that made a tensor, or modified it last, and as which of its results."""
+        return self.inside.writer_of(tensor) if self.has_made(key_of(tensor)) else None
+
     def note_handle(self, call: Call, outputs: Sequence[Tensor]) -> None:
         """Note an op with a handle that has run inside: its ops are not listed, its outputs are made inside."""
-        for place, output in enumerate(outputs):
-            for key in keys_of(output):
-                self.makers.setdefault(key, (call, place))
+        made = [(at, output) for at, output in enumerate(outputs) if not any(map(self.has_made, keys_of(output)))]
+        self._of_handles += [key for _, key in self.inside.note_results(call, made)]
 
     def returns(self, result: Any) -> None:
         """Note what the region returns."""
         call = self.call
         self.watch_end(self._draws)
         call.answers = self.answers
-        call.reads = list(map(self.ops.storages.read_as, self._reads))
+        call.reads = self._reads()
         if self._read:
             self._keep_read()
         if (
             type(result) is Tensor and result._base is None and result.layout is torch.strided
-            and not result.dtype.is_complex and (key := storage_key(result)) in self.makers
+            and not result.dtype.is_complex and self.has_made(key := storage_key(result))
         ):  # fmt: skip
             self.ops.note_result(call, result, key)
             self._end((result,))
         else:
             self._returns_several(result)
+
+    def _reads(self) -> list[int]:
+        """Return the storages that its ops read and had not made."""
+        found, made = set[int](), set(self._of_handles)
+        for entry in self.answers:
+            found.update(key for key in entry.reads if key not in made)
+            made.update(entry.touches())
+        return list(map(self.ops.storages.read_as, found))
 
     def _returns_several(self, result: Any) -> None:
         ops, call = self.ops, self.call
@@ -248,7 +218,7 @@ class RunningNative(Running):
         leaves, form = ([result], None) if is_one else flatten(result)
         made = []
         for at, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not set(keys_of(leaf)).isdisjoint(self.makers):
+            if isinstance(leaf, Tensor) and any(map(self.has_made, keys_of(leaf))):
                 made.append((at, leaf))
         call.template = () if form is None or form.is_leaf() else (form,)
         metas = [described(leaf, None) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -263,7 +233,7 @@ class RunningNative(Running):
             self.call.results = Raised(type(error), error.args)
         self.watch_end(True)
         self.call.answers = self.answers
-        self.call.reads = list(map(self.ops.storages.read_as, self._reads))
+        self.call.reads = self._reads()
         self.ops.entries.append(self.call)
         self._end(())
 
@@ -276,7 +246,7 @@ class RunningNative(Running):
     def let_go(self) -> None:
         """Let go of what only the run needs."""
         super().let_go()
-        self.makers = {}
+        del self.inside
         self._read.clear()
 
 

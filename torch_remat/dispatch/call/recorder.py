@@ -337,7 +337,7 @@ class Recorder:
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""
         region, inputs, calling = self.region, self.region.inputs, self.calling
-        if type(calling) is RunningNative and key_of(tensor) in calling.makers:
+        if type(calling) is RunningNative and calling.has_made(key_of(tensor)):
             return False  # what a handle inside saves is a placeholder in replay
         owner = tensor if tensor._base is None else tensor._base
         if holder.plain not in _INPUT and region.hooks is None:

@@ -125,11 +125,11 @@ class OpRecorder:
             try:
                 result = kernel(*args, **kwargs)
             except Exception as error:
-                self._note_raised(entry, error)
+                note_raised(self._entries, entry, error)
                 raise
             is_noted = note_ordinary(entry, args, result) if kind == ONE else note_view(entry, args[0], result)
             if not is_noted:
-                self._note_odd(entry, args, kwargs, result)
+                note_odd(self._storages, entry, args, kwargs, result)
             if keeps is None:
                 said = decide(OpContext(result, None if counts is None else entry), op, args, kwargs)
                 if said is not RECOMPUTED or entry.outside:
@@ -201,7 +201,7 @@ class OpRecorder:
         try:
             returned = result = op(*args, **kwargs)
         except Exception as error:
-            self._note_raised(entry, error)
+            note_raised(self._entries, entry, error)
             raise
         if effects.higher:
             args = given
@@ -212,7 +212,7 @@ class OpRecorder:
         if before is not None:
             entry.before = before
         if kind != ONE or not self._storages.note_ordinary(entry, args, result):
-            self._note_odd(entry, args, kwargs, result)
+            note_odd(self._storages, entry, args, kwargs, result)
         entry.always = self._owner.body() is not None
         context = OpContext(returned, None if counts is None else entry)
         self._decide(entry, self._decider.decide(context, op, args, kwargs))
@@ -232,20 +232,6 @@ class OpRecorder:
                 self._results.unread.append(writer[0])
         self._entries.append(entry)
         return returned
-
-    def _note_raised(self, entry: Entry, error: Exception) -> None:
-        entry.kind = ODD
-        entry.results = Raised(type(error), error.args)
-        self._entries.append(entry)
-
-    def _note_odd(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        entry.kind = ODD
-        given = () if entry.effects.namespace == "aten" else list(tensors_in(args, kwargs))
-        if entry.effects.higher:
-            entry.results = described_higher(result, given)
-        else:
-            entry.results = described(result, args[0] if args else None, given)
-        self._storages.note(entry, args, kwargs, result)
 
     def _decide(self, entry: Entry, said: Sequence[Decision]) -> None:
         """Note what the policy has said about an entry."""
@@ -343,6 +329,24 @@ class OpRecorder:
         """Keep the random state that replay needs."""
         if self.random:
             keep_random(self._owner.region, self.random)
+
+
+def note_raised(entries: list[Entry], entry: Entry, error: Exception) -> None:
+    """Note an op that raised an error."""
+    entry.kind = ODD
+    entry.results = Raised(type(error), error.args)
+    entries.append(entry)
+
+
+def note_odd(storages: Storages, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Note what an op of any kind returned, read, wrote and made."""
+    entry.kind = ODD
+    given = () if entry.effects.namespace == "aten" else list(tensors_in(args, kwargs))
+    if entry.effects.higher:
+        entry.results = described_higher(result, given)
+    else:
+        entry.results = described(result, args[0] if args else None, given)
+    storages.note(entry, args, kwargs, result)
 
 
 def note_early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> None:

@@ -34,7 +34,6 @@ class Effects(NamedTuple):
             positional arguments.
         view: Whether it is one of torch's own that returns views of its one tensor, the first argument, and does
             nothing else.
-        aliases: Whether its results share the memory of an argument though its schema does not say so.
         foreign: Whether it is neither torch's own nor a higher-order op, so that it may return what it has written.
         higher: Whether it is a higher-order op, which has no schema.
     """
@@ -51,7 +50,6 @@ class Effects(NamedTuple):
     cast: bool
     plain: bool
     view: bool
-    aliases: bool
     foreign: bool = False
     higher: bool = False
 
@@ -59,7 +57,7 @@ class Effects(NamedTuple):
 _ALL_OF_KERNEL = (9, "kwargs")  # by name alone: this op has no positional arguments
 
 # Those of what has no schema: a higher-order op, or a body that is skipped.
-UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False, False)
+UNKNOWN = Effects(None, False, False, (), (), True, False, "aten", "", False, False, False)
 
 
 def argument(where: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -123,7 +121,6 @@ def _read(op: Any) -> Effects:
     new = bool(returned) and all(str(value.type) == "Tensor" for value in schema.returns)
     plain = pure and positional and viewed is None and new
     view = pure and positional and viewed is not None and viewed[0] == 0 and len(tensors) == 1 and len(returned) == 1
-    aliases = name in _ALIASING
     return Effects(
         viewed,
         reshapes,
@@ -137,7 +134,6 @@ def _read(op: Any) -> Effects:
         cast,
         plain,
         view,
-        aliases,
         foreign,
     )
 
@@ -164,8 +160,6 @@ def _viewed(schema: Any) -> Argument | None:
 # In training (argument 5) batch norms change their running statistics, arguments 3 and 4, which they do not read then,
 # and their schemas do not tell.
 WRITES_WITHOUT_SAYING = frozenset(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
-# Views that count their versions for themselves, as the ends of ``x @ w`` where x has three dimensions.
-_ALIASING = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"))
 # What a mode sees of a tensor made from Python values (``torch.tensor``): its memory is new, though no op has made it.
 LIFT = torch.ops.aten.lift_fresh.default
 _TENSOR_OPTIONS = {"dtype", "layout", "device", "pin_memory"}

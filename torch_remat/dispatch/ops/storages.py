@@ -128,7 +128,7 @@ class Storages:
         return -key if key in self._reused and key not in self.writers else key
 
     def is_foreign(self, key: int) -> bool:
-        """Whether a storage comes from outside."""
+        """Whether a storage comes from outside, though an entry may have written it."""
         return key not in self.writers or key in self._foreign
 
     def note(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
