@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "cast of a weight taken for a result of a native region", "bytes", "dispatch/call/native.py",
-        "self.makers.pop(key_of(result), None)",
+        "self.inside.note_foreign(result)",
         "pass",
     ),
     # Lifetimes.

@@ -39,7 +39,7 @@ from torch_remat._compat import (
     top_saved_tensors_hooks,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.ambient import Draws, RngState
+from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.call import Given, Running, RunningCall, is_builtin, is_whole_call
 from torch_remat.dispatch.call.entry import Call, Origin, Waiting
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
@@ -147,11 +147,6 @@ class Recorder:
         self.known: list[object] = []  # these storages: as long as this is there, no address comes again
 
     # What is asked while forward runs.
-
-    def rng_now(self) -> RngState | None:
-        """Return the present state of the region's generators; None where nobody cares."""
-        rng: RngState | None = self.region.rng
-        return None if rng is None else rng.present()
 
     def free_name(self, name: str) -> str:
         """Return a name that no call has yet."""

@@ -44,9 +44,8 @@ from torch_remat.policies.policy import Decider, OpContext, OpPolicy
 
 _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
-# module, less one (None as long as nobody sees names of its kind); the kind of its entries; what runs it; and the class
-# of its entries.
-_Plan = tuple[bool | None, dict[str, int] | None, int, Callable[..., Any], type[Entry]]
+# module, less one (None as long as nobody sees names of its kind); and the class of its entries.
+_Plan = tuple[bool | None, dict[str, int] | None, type[Entry]]
 
 
 class Log(Protocol):
@@ -67,9 +66,6 @@ class Log(Protocol):
 
     def is_in_skipped_body(self) -> bool:
         """Whether the body of a saved handle runs."""
-
-    def rng_now(self) -> RngState | None:
-        """Return the present state of the region's generators; None where nobody cares."""
 
     def note_readers(self, tensors: Iterable[Any]) -> None:
         """Note that replay reads tensors here."""
@@ -106,16 +102,16 @@ class OpRecorder:
     def watch(self) -> Handler:
         """What runs an op, takes the decision about it, and notes what it did: a closure, since it runs for each."""
         plans, path_of, note = self._plans, self.path.of, self._entries.append
-        owner, results, decide = self._owner, self._results, self._decider.decide
-        unread, waiting = results.unread, self._departures.waiting
+        owner, decide = self._owner, self._decider.decide
+        unread, waiting = self._results.unread, self._departures.waiting
         note_ordinary, note_view = self._storages.note_ordinary, self._storages.note_view
 
         def watch(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
                 owner.note_readers([tensor for tensor in tensors_in(args, kwargs) if type(tensor) in USUAL])
                 return op(*args, **kwargs)
-            keeps, counts, kind, kernel, make = plans.get(id(op)) or self._plan(op)
-            if not kind or unread or waiting or owner.opened:
+            keeps, counts, make = plans.get(id(op)) or self._plan(op)
+            if not (kind := make.kind) or unread or waiting or owner.opened:
                 return self._watch_odd(op, args, kwargs)
             # It computes new tensors or returns views, and does nothing else.
             entry = _new(make)
@@ -123,7 +119,7 @@ class OpRecorder:
                 entry.path = path = path_of(_getframe(1))
                 entry.count = counts[path] = counts.get(path, -1) + 1
             try:
-                result = kernel(*args, **kwargs)
+                result = make.kernel(*args, **kwargs)
             except Exception as error:
                 note_raised(self._entries, entry, error)
                 raise
@@ -137,13 +133,7 @@ class OpRecorder:
             elif keeps:
                 entry.saved = FIRST if entry.kind == ONE else entry.all_places()
             if entry.saved:
-                if counts is None:
-                    self._begin_counting(entry, _getframe(1))
-                entry.layout = layout_of(args, kwargs)
-                if entry.kind == ONE:
-                    results.note_one(entry, result)
-                else:
-                    results.note(entry, result)
+                self._note_saved(entry, args, kwargs, result, _getframe(1))
             note(entry)
             return result
 
@@ -160,22 +150,31 @@ class OpRecorder:
         counts, name = None, make.effects.name
         if is_named or self._names_all or name in self._counts:
             counts = self._counts.setdefault(name, {})
-        plan = self._plans[id(op)] = keeps, counts, make.kind, make.kernel, make
+        plan = self._plans[id(op)] = keeps, counts, make
         return plan
 
-    def _begin_counting(self, entry: Entry, frame: Any) -> None:
-        """Give the first saved op of a kind its name, and count the ops of this kind from now on."""
-        name = entry.effects.name
-        entry.path = path = self.path.of(frame)
-        counts = self._counts.setdefault(name, {})
-        entry.count = counts[path] = counts.get(path, -1) + 1
-        for key, (keeps, _, kind, kernel, make) in self._plans.items():
-            if make.effects.name == name:
-                self._plans[key] = keeps, counts, kind, kernel, make
+    def _note_saved(
+        self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, frame: Any
+    ) -> None:
+        """Hold what an op returned and wrote until the end of forward; from its kind's first on these have names."""
+        if entry.count < 0:
+            name = entry.effects.name
+            entry.path = path = self.path.of(frame)
+            counts = self._counts.setdefault(name, {})
+            entry.count = counts[path] = counts.get(path, -1) + 1
+            for key, (keeps, _, make) in self._plans.items():
+                if make.effects.name == name:
+                    self._plans[key] = keeps, counts, make
+        if not entry.effects.written:  # ops resize what they write
+            entry.layout = layout_of(args, kwargs)
+        if entry.kind == ONE:
+            self._results.note_one(entry, result)
+        else:
+            self._results.note(entry, result, entry.changed_arguments(args, kwargs) if entry.writes else ())
 
     def _watch_odd(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op, wherever it runs."""
-        _, counts, kind, _, make = self._plans[id(op)]
+        _, counts, make = self._plans[id(op)]
         effects = make.effects
         if effects.cast and in_autocast():
             self._owner.region.inputs.note_histories()
@@ -190,9 +189,9 @@ class OpRecorder:
             return op(*args, **kwargs)
         if self._results.unread:
             self._results.read_versions()
-        before = self._owner.rng_now() if effects.random else None
         entry = _new(make)
         if effects.random:
+            entry.before = self._rng_now()
             self.random.append(entry)
         if counts is not None:
             entry.path = path = self.path.of(_getframe(2))
@@ -209,23 +208,13 @@ class OpRecorder:
             self.higher.append((len(self._entries), entry))
         if self._departures.waiting:
             self._departures.send()
-        if before is not None:
-            entry.before = before
-        if kind != ONE or not self._storages.note_ordinary(entry, args, result):
+        if make.kind != ONE or not self._storages.note_ordinary(entry, args, result):
             note_odd(self._storages, entry, args, kwargs, result)
         entry.always = self._owner.body() is not None
         context = OpContext(returned, None if counts is None else entry)
         self._decide(entry, self._decider.decide(context, op, args, kwargs))
-        changed = entry.changed_arguments(args, kwargs) if entry.writes else []
         if entry.saved:
-            if entry.count < 0:
-                self._begin_counting(entry, _getframe(2))
-            if not effects.written:  # ops resize what they write
-                entry.layout = layout_of(args, kwargs)
-            if entry.kind == ONE:
-                self._results.note_one(entry, result)
-            else:
-                self._results.note(entry, result, changed)
+            self._note_saved(entry, args, kwargs, result, _getframe(2))
         elif effects.reshapes:
             writer = self._storages.writer_of(args[0])
             if writer is not None and not self._results.is_written(*writer):  # by what nobody watched
@@ -318,7 +307,11 @@ class OpRecorder:
 
     def drawn_so_far(self) -> RngState | None:
         """Return the present state of the random generators; None if no op has drawn yet that replay might skip."""
-        return self._owner.rng_now() if self.random else None
+        return self._rng_now() if self.random else None
+
+    def _rng_now(self) -> RngState | None:
+        rng = self._owner.region.rng
+        return None if rng is None else rng.present()
 
     def note_draws(self, call: Entry, before: RngState) -> None:
         """Note the state of the generators before a call that drew: it may run whole after ops that replay skips."""
