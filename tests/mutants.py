@@ -439,9 +439,9 @@ MUTANTS = (
         "                pass",
     ),
     Mutant(
-        "early read of what is written later not noticed", "outside", "dispatch/ops/answer.py",
-        "            if not changed.isdisjoint(keys_of(tensor)):",
-        "            if False:",
+        "early read of what is written later not noticed", "outside", "dispatch/ops/needs.py",
+        "if key in written and key not in own)",
+        "if False)",
     ),
     # Calls.
     Mutant(

@@ -78,7 +78,7 @@ def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, polic
     expected = stateful_program(function, plainly, how, plain)
     wrap = region(POLICIES[policy])
     if function is reading_before and policy != "everything":  # a number is in the log, whatever the policy says
-        with pytest.raises(remat.MutationError, match=r"is recomputed in replay and reads|reads variable"):
+        with pytest.raises(remat.MutationError, match=r"modifies it in place later in the region|reads variable"):
             stateful_program(function, run, how, wrap)
     else:
         assert_same(expected, stateful_program(function, run, how, wrap))
@@ -95,7 +95,7 @@ def test_inner_region_that_reads_what_the_outer_one_changes_later_is_refused(inn
         return h.sin()
 
     y = region([aten.mm.default])(function)(leaf(4, 4))
-    with pytest.raises(remat.MutationError, match="sub"):
+    with pytest.raises(remat.MutationError, match=r"add_.* reads a tensor created outside the region"):
         y.sum().backward()
 
 
@@ -118,7 +118,9 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
     if keeps:
         assert_same(gradient(block), gradient(function))
     else:
-        with pytest.raises(remat.MutationError, match=r"r::mul: aten\.mul\.Tensor is recomputed"):
+        with pytest.raises(
+            remat.MutationError, match=r"r::add_.* at test_mutation_in_region.py:\d+, but this op modifies it"
+        ):
             gradient(function)
 
 
@@ -287,7 +289,7 @@ def test_tensor_that_a_region_with_a_policy_has_overwritten_must_keep_its_shape(
     y = region(nothing)(block)(leaf(3, 3))
     if not inside:
         table.t_()
-    with pytest.raises(remat.MutationError, match=r"add: .* reads a tensor created outside the region"):
+    with pytest.raises(remat.MutationError, match=r"reads (a tensor|variable 'table').* created outside the region"):
         y.sum().backward()
 
 

@@ -98,12 +98,13 @@ class Answerer:
         self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
         self.suppressed = Suppressed()
         self.ops: OpAnswerer | None = None
+        self._log: OpAnswerer | None = None  # the same, but for what a native region has in its place
         self.native_ops: OpAnswerer | None = None
         self.native: Call | None = None
         self.whole: Call | None = None
         self._watcher: Handler | None = None
         if self.region.options.policy is not None and self._entries:
-            self.ops = OpAnswerer(self.replay, self.suppressed, self.load)
+            self.ops = self._log = OpAnswerer(self.replay, self.suppressed, self.load)
             self.ops.expect(self._entries)
 
     @cached_property
@@ -253,10 +254,6 @@ class Answerer:
     ) -> Any:
         """Run a call again, as one with the policy RECOMPUTE; what it keeps stays."""
         args, kwargs = self.values_of(args, kwargs, call.inputs, call.name)
-        if call.early and self.ops is not None:
-            leaves = leaves_of(args, kwargs)
-            reached = [place.tensor for place in variables_of(function, leaves)]
-            self.ops.refuse_early(call, [*leaves, *reached], {})
         if call.before is not None and self.region.rng is not None:
             call.before.restore(among=self.region.rng)
         self._fill_waiting(call, given)  # what it saved of its arguments before it modified them
@@ -376,8 +373,8 @@ class Answerer:
         return self.native is not None or (self.whole is not None and self.whole.answers is not None)
 
     def passed(self) -> int:
-        """Return how many calls have begun."""
-        return self.begun
+        """Return how many calls have begun, or under a policy how many entries of the log."""
+        return self.begun if self._log is None else self._log.at
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return the arguments of an inner region, which replay runs."""
@@ -420,11 +417,16 @@ class Answerer:
         return call is not None and call.is_handle and self.region.options.policy is None
 
     def changed_later(self) -> list[Unreadable]:
-        """Return the storages outside the region that calls modify: what reads one earlier would read what was left."""
+        """Return the storages outside the region that are modified: what reads one earlier would read what was left."""
+        if self.region.options.policy is not None:
+            return [
+                (still_there([storage]), until, False, False, partial(_read_too_early, self.region_name, entry))
+                for storage, until, entry in self.region.tape.early
+            ]
         outside = self.region.outside
         small = frozenset[int]() if outside is None else outside.small()
         return [
-            (keys, at + 1, False, False, partial(_read_too_early, self.region_name, call.name))
+            (keys, at + 1, False, False, partial(_read_too_early, self.region_name, call))
             for at, call in enumerate(self._calls)
             if call.outside and (keys := still_there(call.outside) - small)
         ]
@@ -529,20 +531,21 @@ class Answerer:
                 ops.forget()
         self._over = True
         self._started_over_for = self._refusal = None  # whose traceback has frames that know this
-        self.ops = self.native_ops = self.native = self.whole = self._watcher = None
+        self.ops = self._log = self.native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region
 
 
-def _read_too_early(region: str, name: str, tensor: Tensor) -> MutationError:
+def _read_too_early(region: str, entry: Entry, tensor: Tensor) -> MutationError:
     return MutationError(
         f"replay reads a tensor created outside the region (shape {tuple(tensor.shape)}){at_user_line()}, but this "
-        "call modifies it in place later in the region; replay does not undo the modification, so the reader would get "
-        "a different value than in forward",
+        f"{'call' if entry.is_call else 'op'} modifies it in place later in the region; replay does not undo the "
+        "modification, so the reader would get a different value than in forward",
         region=region,
-        op=name,
+        op=entry.group or entry.effects.name,
         tensor="written",
-        remedy="Read the tensor inside this call too, or read a clone made before the region is called.",
+        remedy="Read the tensor and modify it in one call (remat.native_save_region, or a saved op), read a clone made "
+        "before the region is called, or let the policy save what reads it.",
     )
 
 

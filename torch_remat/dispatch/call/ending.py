@@ -21,7 +21,7 @@ from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, 
 from torch_remat.dispatch.holder import RegionLike, value_behind
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.entry import Entry
-from torch_remat.dispatch.ops.needs import find_needs
+from torch_remat.dispatch.ops.needs import early_reads, find_needs
 from torch_remat.dispatch.slot import Slot, slot_for
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
@@ -124,10 +124,9 @@ class _Ending:
         log, region = self._log, self._region
         log.results.let_go_of_graph()
         region.tape.roots = roots = self._roots()
-        if log.watch is not None:
-            needs = log.watch.find_needs(roots)
-        else:
-            needs = find_needs(log.entries, roots, log.results.can_keep)
+        needs = find_needs(log.entries, roots, log.results.can_keep)
+        if log.has_policy and log.storages.has_writes:
+            region.tape.early = early_reads(log.entries, log.storages.is_state)
         for entry in needs.run:
             entry.run = True
         for entry, places in needs.kept:

@@ -515,7 +515,8 @@ class Recorder:
         """Note what a call has changed of what the region reaches."""
         outside = self.region.outside
         assert outside is not None
-        call.touched, names = outside.after(before, call.name, len(self.region.tape.records))
+        number = len(self.entries) + 1 if self.has_policy else len(self.region.tape.records)
+        call.touched, names = outside.after(before, call.name, number)
         call.wrote = [*call.wrote, *names]
 
     def note_writes(self, running: Running) -> None:

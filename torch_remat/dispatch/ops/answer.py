@@ -46,7 +46,7 @@ from torch_remat.dispatch.ops.meta import Given, GivenView, Meta, Raised, Wrappe
 from torch_remat.dispatch.ops.schema import argument, effects_of, without_statistics
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse, reshape
 from torch_remat.dispatch.slot import Slot
-from torch_remat.errors import MismatchError, MutationError
+from torch_remat.errors import MismatchError
 from torch_remat.offload.transfer import Placement
 
 _FEW = 4
@@ -58,13 +58,14 @@ class OpAnswerer:
     ``load`` returns what a slot keeps, given the names of op and tensor.
 
     Attributes:
+        at: How many ops and calls of the log have come.
         written: What saved writes left in placeholders, by the identity of the source, which all views of one share.
     """
 
     _remakes = False  # whether a placeholder was modified in place, whose views autograd makes anew
     _entries: Sequence[Entry] = ()
     _group = ""
-    _at = 0
+    at = 0
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class OpAnswerer:
 
     def expect(self, entries: Sequence[Entry], group: str = "") -> None:
         """Expect the ops of the whole region, or of the native region ``group``, of which none runs."""
-        self._entries, self._group, self._at = entries, group, 0
+        self._entries, self._group, self.at = entries, group, 0
         self._remakes = False
 
     @property
@@ -93,7 +94,7 @@ class OpAnswerer:
         def answer(mode: Any, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if (types or count_of_modes() > mode.below) and mode.is_foreign(types):
                 return op(*args, **kwargs)
-            at = self._at
+            at = self.at
             try:
                 entry = entries[at]
             except IndexError:
@@ -104,14 +105,14 @@ class OpAnswerer:
                     suppressed.restore()
                 if entry.kind == VIEW:
                     if type(args[0]) is not Placeholder and not entry.run:
-                        self._at = at + 1
+                        self.at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.run:
-                    if not (entry.kept or written or entry.early):
-                        self._at = at + 1
+                    if not (entry.kept or written):
+                        self.at = at + 1
                         return entry.kernel(*args, **kwargs)
                 elif entry.kind == ONE and (not entry.layout or entry.layout == dense_layout(args)):
-                    self._at = at + 1
+                    self.at = at + 1
                     if entry.kept and (value := entry.kept[0].unchanged()) is not None:
                         return value
                     return self._make(entry, 0, entry.results)
@@ -127,13 +128,13 @@ class OpAnswerer:
         if self._suppressed.pending:
             self._suppressed.restore()
         entries = self._entries
-        at = place_of(op, effects, entries, self._at)
+        at = place_of(op, effects, entries, self.at)
         remade = self._remakes and at is not None and at < len(entries)
         if at is None or (remade and is_remade_view(entries[at], op, effects, args, kwargs)):
             return run_loose(op, args, kwargs)
         if at >= len(entries) or (entries[at].op is not op and not is_mirrored(entries[at].op, op)):
             self._replay.fail(another_op(self._region, self._group or None, at, entries, op))
-        self._at = at + 1
+        self.at = at + 1
         entry = entries[at]
         if entry.op is not op or is_swapped(entry, args):
             args = args[::-1]  # a comparison with its operands swapped
@@ -160,10 +161,10 @@ class OpAnswerer:
 
     def missing(self) -> MismatchError | None:
         """Return, at the end, the error about an op of forward that has not come."""
-        self._at = after_loose(self._entries, self._at)
-        if self._at == len(self._entries):
+        self.at = after_loose(self._entries, self.at)
+        if self.at == len(self._entries):
             return None
-        return another_op(self._region, self._group or None, self._at, self._entries, None)
+        return another_op(self._region, self._group or None, self.at, self._entries, None)
 
     def _suppress(self, entry: Entry, changed: Sequence[torch.Tensor]) -> None:
         """Skip a change of what was created outside the region; what replay has recomputed must be changed again."""
@@ -183,21 +184,21 @@ class OpAnswerer:
         """Pass over a call, which must come next."""
         if self._suppressed.pending:
             self._suppressed.restore()
-        at = after_loose(self._entries, self._at, call)
+        at = after_loose(self._entries, self.at, call)
         if at >= len(self._entries) or self._entries[at] is not call:
             self._replay.fail(another_op(self._region, call.group, at, self._entries, f"call {call.group!r}"))
-        self._at = at + 1
+        self.at = at + 1
 
     def may_fill(self) -> bool:
         """Whether the op that comes next may write what was just saved for it."""
-        entry = self._entries[self._at] if self._at < len(self._entries) else None
+        entry = self._entries[self.at] if self.at < len(self._entries) else None
         if entry is None or not entry.run:
             return False
         return not (entry.effects.plain or entry.effects.view)
 
     def ends_soon(self) -> bool:
         """Whether few ops are to come, which compute results and do no more."""
-        left = self._entries[self._at :]
+        left = self._entries[self.at :]
         return len(left) <= _FEW and all(entry.kind in (ONE, VIEW) for entry in left)
 
     def _run(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -213,8 +214,6 @@ class OpAnswerer:
             if outside and all(key_of(tensor) in outside for tensor in written):
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
-        if entry.early:
-            self.refuse_early(entry, args, kwargs)
         result = entry.op(*without_statistics(effects, args), **kwargs)
         if not entry.kept:
             return result
@@ -226,22 +225,6 @@ class OpAnswerer:
         if entry.form is not None:
             return optree.tree_unflatten(entry.form, made)
         return made if isinstance(result, list) else tuple(made)
-
-    def refuse_early(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise if a recomputed op or call reads an outside tensor that forward modified after it."""
-        changed = still_there(entry.early)
-        where = "argument or variable" if entry.group else "argument"
-        for at, tensor in enumerate(tensors_in(args, kwargs)):
-            if not changed.isdisjoint(keys_of(tensor)):
-                raise MutationError(
-                    f"{entry.group or entry.op} is recomputed in replay and reads a tensor created outside the region "
-                    f"({where} {at}, shape {tuple(tensor.shape)}), which the region modifies in place afterwards",
-                    region=self._region_name,
-                    op=entry.group,
-                    tensor=entry.label(0),
-                    remedy="Let the policy save the op's result, put the code that reads and modifies the tensor into "
-                    "one remat.native_save_region, or let the op read a clone made before the region.",
-                )
 
     def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Leave in the written arguments what forward left there."""

@@ -49,7 +49,6 @@ class Entry:
         layout: Shape and strides of the tensors among its arguments, if its results are saved.
         form: The tree that a higher-order op returned, of which `results` are the leaves; None if these are all.
         version: The version counter of a tensor created outside the region before the op gave it another shape.
-        early: The storages created outside the region that it reads and that a later entry writes.
         writes: The storages of the arguments that it writes.
         whole: Whether it writes its arguments' whole storages.
         outside: Those of them that were created outside the region.
@@ -81,7 +80,6 @@ class Entry:
     layout: Sequence[tuple[torch.Size, tuple[int, ...]]] = ()
     form: Any = None
     version: int | None = None
-    early: Sequence[StorageWeakRef] = ()
     writes: Sequence[int] = ()
     outside: Sequence[StorageWeakRef] = ()
     made: Sequence[tuple[int, int]] = ()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from torch_remat.dispatch.ops.entry import FIRST, ONE, VIEW, WRITTEN, Entry
 
 Root = tuple[int, int]  # a storage that replay must have, and after how many entries
@@ -136,3 +138,24 @@ def _step(
 
 
 _after = itemgetter(1)
+
+
+def early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> list[tuple[StorageWeakRef, int, Entry]]:
+    """Return what was created outside the region and is read by an entry before a later one modifies it.
+
+    Replay does not undo the modification, but for state. A call may read whatever its function reaches.
+
+    Returns:
+        The storages, each after how many entries replay may read it, and the entry that modifies it last.
+    """
+    written: dict[int, tuple[StorageWeakRef, int, Entry]] = {}
+    found: dict[int, tuple[StorageWeakRef, int, Entry]] = {}
+    for at in range(len(entries) - 1, -1, -1):
+        entry = entries[at]
+        own = {storage.cdata: storage for storage in entry.outside if not is_state(storage.cdata)}
+        if written and not (entry.is_view() or entry.effects.factory):
+            known = written.keys() if entry.is_call else entry.reads
+            found.update((key, written[key]) for key in known if key in written and key not in own)
+        for key, storage in own.items():
+            written.setdefault(key, (storage, at + 1, entry))
+    return list(found.values())

@@ -6,13 +6,12 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from sys import _getframe
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
@@ -33,7 +32,6 @@ from torch_remat.dispatch.ops.entry import (
     names_of,
 )
 from torch_remat.dispatch.ops.meta import Raised, described, described_higher, leaves_of_result, unboxed
-from torch_remat.dispatch.ops.needs import Needs, find_needs
 from torch_remat.dispatch.ops.results import Results
 from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.errors import PolicyError
@@ -299,12 +297,6 @@ class OpRecorder:
 
     # The end.
 
-    def find_needs(self, roots: Sequence[tuple[int, int]]) -> Needs:
-        """Return what replay runs and keeps."""
-        if self._storages.has_writes:
-            note_early_reads(self._entries, self._storages.is_state)
-        return find_needs(self._entries, roots, self._results.can_keep)
-
     def drawn_so_far(self) -> RngState | None:
         """Return the present state of the random generators; None if no op has drawn yet that replay might skip."""
         return self._rng_now() if self.random else None
@@ -340,20 +332,6 @@ def note_odd(storages: Storages, entry: Entry, args: Sequence[Any], kwargs: Mapp
     else:
         entry.results = described(result, args[0] if args else None, given)
     storages.note(entry, args, kwargs, result)
-
-
-def note_early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> None:
-    """Note which entries read an outside tensor before a later one modified it: replay undoes that of state alone."""
-    written: dict[int, StorageWeakRef] = {}
-    for entry in reversed(entries):
-        if written and not (entry.is_view() or entry.effects.factory):
-            known: Collection[int] = entry.reads
-            if entry.is_call:  # it may read whatever its function reaches; what it writes is unread
-                known = written.keys() - {storage.cdata for storage in entry.outside}
-            entry.early = [written[key] for key in known if key in written]
-        for storage in entry.outside:
-            if not is_state(storage.cdata):
-                written[storage.cdata] = storage
 
 
 def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:

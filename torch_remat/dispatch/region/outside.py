@@ -208,7 +208,7 @@ class Outside:
         Args:
             before: What `before` returned when the call began.
             name: That of the call.
-            number: How many names had begun in the region.
+            number: How many names had begun in the region, or under a policy entries of the log.
 
         Returns:
             Whether it changed any place, and the names of those whose tensor it modified that is no state.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import finalize, ref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import (
     count_of_modes,
@@ -74,11 +75,13 @@ class Tape:
         entered: What inner regions got from handles, by the number of the argument: for each after the first call.
         calls: The entries of the log.
         roots: The storages that replay must have, each after how many entries.
+        early: Those created outside the region that replay must not read before a number of entries; see `early_reads`.
     """
 
     __slots__ = (
         "buffers",
         "calls",
+        "early",
         "entered",
         "functions",
         "layouts",
@@ -98,6 +101,7 @@ class Tape:
         self.entered: list[Mapping[int, Slot]] = []
         self.calls: Sequence[Entry] = ()
         self.roots: Sequence[tuple[int, int]] = ()
+        self.early: Sequence[tuple[StorageWeakRef, int, Entry]] = ()
 
     def last_place(self, hooks: object, early_stop: bool) -> int:
         """Return, at the end of forward, the place to which a replay goes; -1 if none is needed; see `may_need`."""
@@ -159,7 +163,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = self.roots = ()
+        self.calls = self.roots = self.early = ()
         self.entered = []
         for call in (*self.records.values(), *self.functions.values()):
             call.forget()

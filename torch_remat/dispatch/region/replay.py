@@ -203,7 +203,7 @@ class Filling(Replaying):
         storages: list[Unreadable] = []
         if region.outside is not None:
             self._before, storages = region.outside.go_back(region.name)
-        if ops is not None and region.options.policy is None:
+        if ops is not None:
             storages += ops.changed_later()
         if not (parameters or storages):
             return []
