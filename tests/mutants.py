@@ -719,8 +719,8 @@ MUTANTS = (
     ),
     Mutant(
         "written results not reported", "reports", "_kept.py",
-        "        for slot in list(entry.written):\n",
-        "        for slot in ():\n",
+        "        for place, slot in list(entry.kept.items()):\n",
+        "        for place, slot in [one for one in entry.kept.items() if one[0] >= 0]:\n",
     ),
     Mutant(
         "regions that keep other things told as one", "reports", "reports/fold.py",

@@ -5,8 +5,8 @@ fixed order. Nothing is unpacked, brought back or replayed.
 
 NOTE [ Names of what is kept ]
 1. An op's saved tensors have the names that the op gave them. What a call of anything else saves is ``saved_0``,
-   ``saved_1``, ...; in a native region it has the name of the op that made it, such as ``mm_0_0``. A result that
-   replay needs stands with the call that made it, as ``out``, or ``0``, ``1``, ... if there are several.
+   ``saved_1``, ...; in a native region it has the name of the op that made it or modified it last, such as ``mm_0_0``.
+   A result that replay needs stands with the call that made it, as ``out``, or ``0``, ``1``, ... if there are several.
 2. A region's inputs are named by their place in the call: ``args[0]``, ``kwargs['mask']``.
 3. A tensor without a name is ``saved tensor 3``, by its place in forward. Error messages use the same names, which do
    not depend on when the report is made.
@@ -212,9 +212,7 @@ def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     for entry in entries:
         what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
-            yield _of_slot(slot, entry.group, entry.label(place), what)
-        for slot in list(entry.written):
-            yield _of_slot(slot, entry.group, entry.label(0))
+            yield _of_slot(slot, entry.group, entry.label(place), what if place >= 0 else "slot")
         before = f" before {entry.effects.name}" if not entry.is_call else ""
         yield from (row._replace(tensor=row.tensor + before) for row in _of_state(entry.before, entry.group))
 

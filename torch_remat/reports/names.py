@@ -270,7 +270,7 @@ def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:
             changed = place < len(returned) and returned[place] >= 0
             booked = WRITTEN if changed else place
             needed = booked in call.packed
-            kept = booked in call.saved and (needed or (bool(call.written) if changed else place in call.kept))
+            kept = booked in call.saved and (needed or booked in call.kept)
             owns = (needed or kept) if changed else (call.effects.viewed is None and place in made)
             shape, dtype = parts[0].geometry[0], str(parts[0].dtype).removeprefix("torch.")
             size = sum(part.dtype.itemsize * part.geometry[0].numel() for part in parts) if owns else 0

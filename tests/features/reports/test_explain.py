@@ -326,7 +326,7 @@ def test_explanation_of_native_regions():
     told = {tensor.label: (tensor.state, tensor.why) for tensor in attn.tensors}
     read = {f"saved_{place}": ("kept", "the backward of attn reads it") for place in (1, 2, 3)}  # saved_0: the input
     assert told == read | {"out": ("kept", "an op in replay (exp) reads it")}
-    assert [tensor.label for tensor in two.tensors] == ["exp_0_0", "empty_like_0_0", "0", "1"]
+    assert [tensor.label for tensor in two.tensors] == ["exp_0_0", "div__0_0", "0", "1"]
     other, away = attn.alternatives
     assert away.policy == "offload"
     assert other.policy == "recompute"

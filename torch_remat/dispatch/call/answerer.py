@@ -558,6 +558,6 @@ def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tenso
     for entry in entries:
         if isinstance(entry, Call) and entry.answers:
             loaded |= loaded_slots(region, entry.answers)
-        for place, slot in (*entry.kept.items(), *((-1 - at, slot) for at, slot in enumerate(entry.written))):
-            loaded[id(slot)] = slot.load(region, entry.group, entry.label(max(place, 0)))
+        for place, slot in entry.kept.items():
+            loaded[id(slot)] = slot.load(region, entry.group, entry.label(place))
     return loaded

@@ -30,7 +30,7 @@ from torch_remat.dispatch.keys import (
     version_of,
 )
 from torch_remat.dispatch.mode import Replaying
-from torch_remat.dispatch.ops.entry import ONE, VIEW, Entry, is_bookkeeping, still_there
+from torch_remat.dispatch.ops.entry import ONE, VIEW, WRITTEN, Entry, is_bookkeeping, still_there
 from torch_remat.dispatch.ops.matching import (
     Suppressed,
     after_loose,
@@ -147,7 +147,7 @@ class OpAnswerer:
             return args[0]
         if entry.run and not effects.reshapes:  # which changes a placeholder itself
             return self._run(entry, args, kwargs)
-        if entry.written:
+        if WRITTEN in entry.kept:
             self._restore_written(entry, args, kwargs)
         elif effects.written:
             self._suppress(entry, entry.changed_arguments(args, kwargs))
@@ -229,9 +229,10 @@ class OpAnswerer:
     def _restore_written(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Leave in the written arguments what forward left there."""
         outside = still_there(entry.outside)
-        for tensor, slot in zip(entry.changed_arguments(args, kwargs), entry.written, strict=True):
+        for at, tensor in enumerate(entry.changed_arguments(args, kwargs)):
+            slot = entry.kept[WRITTEN - at]
             if isinstance(tensor, Placeholder):
-                self._note_left_over(tensor, self._value(entry, 0, slot))
+                self.written[id(tensor.source)] = tensor.source, self._value(entry, 0, slot), offset_in_bytes(tensor)
             elif key_of(tensor) in outside:
                 self._suppressed.add([tensor], outside)
             else:
@@ -244,9 +245,6 @@ class OpAnswerer:
             return self._value(entry, place, slot)
         source = new_tuple(Source, (self._region_name, self._group, entry.label(place), id(self._region)))
         return stand_in(meta, source)
-
-    def _note_left_over(self, tensor: Placeholder, value: torch.Tensor) -> None:
-        self.written[id(tensor.source)] = tensor.source, value, offset_in_bytes(tensor)
 
     def left_over(self, tensor: Placeholder) -> torch.Tensor | None:
         """Return what saved writes have left where a placeholder stands; None if they left nothing."""
@@ -281,25 +279,24 @@ def answered(
         return _fitted(argument(effects.written[effects.returned[0]], args, kwargs), results)
     if effects.reshapes:
         return reshape(entry.op, args, kwargs) if isinstance(args[0], Placeholder) else entry.op(*args, **kwargs)
-    if type(results) is Given:
-        return list(tensors_in(args, kwargs))[results.place]
     several = type(results) is list
+    items = results if several else [results]
     base = argument(effects.viewed, args, kwargs) if effects.viewed is not None else None
-    if any(getattr(item, "alias", False) for item in (results if several else [results])):
+    if any(getattr(item, "alias", False) for item in items):
         base = args[0]
     # Placeholders inside of a wrapper subclass give views, but not what is one without the schema saying so.
     is_there = not (has_placeholder(base) if effects.viewed is None else isinstance(base, Placeholder))
     if isinstance(base, torch.Tensor) and is_there:
         return entry.op(*args, **kwargs)  # views of a tensor that is there
-    given = list(tensors_in(args, kwargs)) if several or type(results) is WrapperMeta else ()
-    if not several:
-        return _of_base(base, _answered_item(results, 0, given, make))
+    given = () if type(results) is Meta else list(tensors_in(args, kwargs))
     made = [
         _fitted(argument(effects.written[effects.returned[place]], args, kwargs), item)
         if place < len(effects.returned) and effects.returned[place] >= 0
         else _of_base(base, _answered_item(item, place, given, make))
-        for place, item in enumerate(results)
+        for place, item in enumerate(items)
     ]
+    if not several:
+        return made[0]
     if entry.form is not None:
         return optree.tree_unflatten(entry.form, made)
     return made if len(effects.returned) == 1 else tuple(made)

@@ -60,8 +60,8 @@ class Entry:
         always: Whether replay runs it whatever it is needed for.
         run: Whether replay runs it.
         before: The random generators before it, if replay must set them.
-        kept: The results that are kept for replay, by their place.
-        written: What it left in the arguments that it writes, if that is kept.
+        kept: The results that are kept for replay, by their place, and from -1 downwards what it left in the arguments
+            that it writes.
         packed: The places of the results that autograd saved, if the policy asks.
         names: The names that were given to results by hand.
     """
@@ -91,7 +91,6 @@ class Entry:
     always = run = False
     before: RngState | None = None
     kept: Mapping[int, Slot] = _NONE
-    written: Sequence[Slot] = ()
     packed: frozenset[int] = NOTHING
     names: Mapping[int, str] = _NONE
 

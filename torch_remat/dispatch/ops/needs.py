@@ -124,7 +124,7 @@ def _step(
         return
     kept = {place for place in made if place in entry.saved and can_keep(entry, place)}
     runs = is_forced or len(kept) < len(made)
-    if writes and WRITTEN in entry.saved and entry.whole and can_keep(entry, WRITTEN):
+    if writes and not runs and WRITTEN in entry.saved and entry.whole and can_keep(entry, WRITTEN):
         kept.add(WRITTEN)
         needed.difference_update(writes)
     elif writes:

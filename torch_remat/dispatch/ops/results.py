@@ -134,8 +134,7 @@ class Results:
             entry.kept = {0: Slot.of_alias(alias, self._storages.aliases_of(alias))}
             return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
-        entry.written = [slot for place, slot in kept.items() if place < 0]
-        entry.kept = {**entry.kept, **{place: slot for place, slot in kept.items() if place >= 0}}
+        entry.kept = {**entry.kept, **kept}
 
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
         tensor = tensor.detach()

@@ -142,7 +142,7 @@ class Storages:
             self.has_lazy = self.has_lazy or any(tensor.is_complex() for tensor in tensors_in((*args, result), {}))
             if entry.op is LIFT:  # at the address of something that an entry made and that is gone
                 self.writers.pop(reads[0], None)
-                entry.made = ((0, reads[0]),)
+                entry.made, entry.reads = ((0, reads[0]),), ()
         if (effects.viewed is not None and reads) or effects.reshapes:
             return
         if effects.written or effects.foreign:
