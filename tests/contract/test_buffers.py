@@ -202,16 +202,17 @@ def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
     assert_same(program(plain), program(NORMED[how]))
 
 
-@pytest.mark.parametrize("how", NORMED)
-def test_instance_norm_with_running_statistics(how):
+@pairwise(how=NORMED, dimensions=[1, 2, 3])
+def test_instance_norm_with_running_statistics(how, dimensions):
     """It reads copies of its statistics, and then writes them."""
+    kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dimensions - 1]
 
     def program(wrap):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, 8), nn.InstanceNorm1d(3, track_running_stats=True), nn.Tanh())
+        module = nn.Sequential(nn.Linear(8, 8), kind(3, track_running_stats=True), nn.Tanh())
         results = []
         for _ in range(2):
-            x = leaf(2, 3, 8)
+            x = leaf(2, 3, *[2] * (dimensions - 1), 8)
             (wrap(module)(x).square().sum() + wrap(module)(x.cos()).sum()).backward()
             results.append(x.grad)
         return [*results, *module.buffers()]
