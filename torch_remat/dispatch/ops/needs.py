@@ -143,7 +143,8 @@ _after = itemgetter(1)
 def early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> list[tuple[StorageWeakRef, int, Entry]]:
     """Return what was created outside the region and is read by an entry before a later one modifies it.
 
-    Replay does not undo the modification, but for state. A call may read whatever its function reaches.
+    Replay does not undo the modification, but for state. Entries that replay skips count: it may start over. A call that
+    runs whole may read whatever its function reaches.
 
     Returns:
         The storages, each after how many entries replay may read it, and the entry that modifies it last.
@@ -152,9 +153,11 @@ def early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> li
     found: dict[int, tuple[StorageWeakRef, int, Entry]] = {}
     for at in range(len(entries) - 1, -1, -1):
         entry = entries[at]
+        if not (written or entry.outside):
+            continue
         own = {storage.cdata: storage for storage in entry.outside if not is_state(storage.cdata)}
-        if written and not (entry.is_view() or entry.effects.factory):
-            known = written.keys() if entry.is_call else entry.reads
+        if not (entry.is_view() or entry.effects.factory):
+            known = written.keys() if entry.is_call and entry.run else entry.reads
             found.update((key, written[key]) for key in known if key in written and key not in own)
         for key, storage in own.items():
             written.setdefault(key, (storage, at + 1, entry))
