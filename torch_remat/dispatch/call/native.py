@@ -39,6 +39,7 @@ from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.ops.matching import Suppressed
 from torch_remat.dispatch.ops.meta import Meta, Raised, described, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.record import note_odd, note_raised
+from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder, Source, is_of_placeholders
 from torch_remat.dispatch.region.inputs import leaves_of
@@ -134,6 +135,8 @@ class RunningNative(Running):
             ops.departures.send()
         self.answers.append(entry)
         note_odd(self.inside, entry, args, kwargs, result)
+        if op is LIFT:  # replay comes to no call only to fill what autograd saves of a number
+            self.inside.note_results(entry, [(0, result)])
         if effects.foreign:  # it may return what it has changed without a word
             self._note_writes(entry.changed_arguments(args, kwargs))
         return returned

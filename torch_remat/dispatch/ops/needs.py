@@ -143,8 +143,8 @@ _after = itemgetter(1)
 def early_reads(entries: Sequence[Entry], is_state: Callable[[int], bool]) -> list[tuple[StorageWeakRef, int, Entry]]:
     """Return what was created outside the region and is read by an entry before a later one modifies it.
 
-    Replay does not undo the modification, but for state. Entries that replay skips count: it may start over. A call that
-    runs whole may read whatever its function reaches.
+    Replay does not undo the modification, but for state. Entries that replay skips count, too, since it may start over.
+    A call that runs whole may read whatever its function reaches.
 
     Returns:
         The storages, each after how many entries replay may read it, and the entry that modifies it last.
