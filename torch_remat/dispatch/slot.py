@@ -1,14 +1,13 @@
-"""What the log has of a tensor that replay needs: it keeps it in a slot, or elides it, since replay has it anyway.
+"""A tensor that the log keeps because replay needs it.
 
-In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it; of a saved tensor of a
-call that is, or shares the storage of, an argument or variable of the call: where both were in their storage. Out: the
-tensor, for one replay, or an error if it was modified in place since.
+In: a tensor, in forward. Kept: an alias of it, or what the hooks around the region made of it. Out: the tensor, for one
+replay, or an error if it was modified in place since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +17,6 @@ from torch_remat.errors import MutationError
 from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
-
-if TYPE_CHECKING:
-    pass
 
 _NOTHING = torch.empty(0)
 

@@ -3,7 +3,8 @@
 In: what forward noted of it. Kept: metadata, the decision about it, and slots for what replay needs. Out: what replay
 answers in its place.
 
-An entry is an aten op under a policy, or a *call*: something with a name that replay skips whole or runs whole.
+An entry is an aten op under a policy, or a *call*, of which `call.entry` notes more: something with a name that replay
+skips whole or runs whole.
 """
 
 from __future__ import annotations

@@ -34,8 +34,6 @@ class Results:
         unread: Entries whose changes autograd counts only once they are over.
     """
 
-    __slots__ = ("_allow_mutation", "_held", "_make_slot", "_reshaped", "_storages", "_usual", "unread")
-
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
         self.unread: list[Entry] = []
         self._storages = storages

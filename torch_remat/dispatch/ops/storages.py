@@ -52,19 +52,6 @@ class Storages:
             outside, unless an entry has written them.
     """
 
-    __slots__ = (
-        "_foreign",
-        "_nested",
-        "_outside",
-        "_reused",
-        "_sizes",
-        "_state",
-        "aliases",
-        "has_lazy",
-        "has_writes",
-        "writers",
-    )
-
     def __init__(self, nested: bool, outside: OutsideLike | None) -> None:
         self._nested = nested  # in hooks, which may be those of another region
         self._outside = outside
@@ -236,9 +223,9 @@ class Storages:
             self._foreign.discard(key)
         self.writers[key] = entry, 0
 
-    def note_results(self, call: Entry, made: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
-        """Note the tensors that a call made, by their place in its result; return the places with their storages."""
-        return [(place, key) for place, tensor in made for key in self._new(call, place, tensor)]
+    def note_results(self, entry: Entry, made: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
+        """Note the tensors that an entry made, by their place in its result; return the places with their storages."""
+        return [(place, key) for place, tensor in made for key in self._new(entry, place, tensor)]
 
     def _note_alias(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
