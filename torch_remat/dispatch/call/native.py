@@ -211,8 +211,11 @@ class RunningNative(Running):
         """Return the storages that its ops read and had not made."""
         found, made = set[int](), set(self._of_handles)
         for entry in self.answers:
-            found.update(key for key in entry.reads if key not in made)
-            made.update(entry.touches())
+            found.update([key for key in entry.reads if key not in made])
+            if entry.kind == ONE:
+                made.add(entry.storage)
+            else:
+                made.update(entry.touches())
         return list(map(self.ops.storages.read_as, found))
 
     def _returns_several(self, result: Any) -> None:
