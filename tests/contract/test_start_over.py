@@ -452,3 +452,14 @@ def test_policy_keeps_what_a_recomputed_handle_is_given():
         return Second.apply(x * w, x * 3, "h", remat.CheckpointPolicy.RECOMPUTE).sin()
 
     assert not gradients(block, policy=[aten.mul.Tensor])
+
+
+def test_op_that_modified_a_kept_result_in_place_runs_again():
+    """What it left there is kept, and its result is not."""
+
+    def block(x, w):
+        h = (x @ w).mul_(0.9)
+        unread = (x * 2).exp()
+        return (h.sin() * largest(unread)).exp()
+
+    assert len(gradients(block, policy=[aten.mm.default])) == 1

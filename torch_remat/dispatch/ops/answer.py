@@ -215,12 +215,13 @@ class OpAnswerer:
                 self._suppressed.add(written, outside)
                 return answered(entry, args, kwargs, partial(self._make, entry))
         result = entry.op(*without_statistics(effects, args), **kwargs)
-        if not entry.kept:
+        kept = {place: slot for place, slot in entry.kept.items() if place >= 0}
+        if not kept:
             return result
         if isinstance(result, torch.Tensor):
-            return self._value(entry, 0, entry.kept[0])
+            return self._value(entry, 0, kept[0])
         made = list(result if entry.form is None else optree.tree_leaves(result))
-        for place, slot in entry.kept.items():
+        for place, slot in kept.items():
             made[place] = self._value(entry, place, slot)
         if entry.form is not None:
             return optree.tree_unflatten(entry.form, made)
