@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 
-from . import eviction, handles, imports, kept, offload, page, real, tables
+from . import eviction, handles, imports, kept, offload, page, real, tables, titan
 from .bars import judge, judge_times, only_judged
 from .contenders import UnavailableError, compare_with
 from .measure import ROUNDS, Result, measure
@@ -17,7 +17,7 @@ from .results import record, write
 from .workloads import WORKLOADS as RECOMPUTED
 from .workloads import Workload
 
-GROUPS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS, **real.WORKLOADS}
+GROUPS = {**RECOMPUTED, **handles.WORKLOADS, **kept.WORKLOADS, **real.WORKLOADS, **titan.WORKLOADS}
 """Workloads that are measured in the same rounds, by their own names and by that of the group."""
 REPORTS = {"offload": offload.report, "eviction": eviction.report, "import": imports.report}
 """What measures itself, for it needs another clock; it has no bars."""

@@ -1,19 +1,22 @@
 """The models of `benchmarks.budgets`, whose blocks may be run in any way.
 
-Twelve equal blocks, unequal ones, and batches whose lengths vary: a GPT, a U-Net, an encoder and a decoder.
+Equal blocks (GPT-2 and Llama), unequal ones (a U-Net), batches whose lengths vary (an encoder with a decoder), a
+mixture of experts, and frozen weights with LoRA. Those of ``transformers`` are built from their configurations.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .real import VOCABULARY
+from .real import Model as Built
 
 Run = Callable[[int, nn.Module], Callable[..., Tensor]]
 
@@ -35,12 +38,16 @@ class Model:
 
     def __post_init__(self) -> None:
         """Give each parameter a gradient, so that a step makes none anew."""
-        for parameter in self.module.parameters():
+        for parameter in self.trained():
             parameter.grad = torch.zeros_like(parameter)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that get a gradient."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def clear(self) -> None:
         """Zero the gradients."""
-        for parameter in self.module.parameters():
+        for parameter in self.trained():
             parameter.grad.zero_()  # type: ignore[union-attr]
 
     def step(self) -> None:
@@ -51,26 +58,7 @@ class Model:
 
     def gradients(self) -> list[Tensor]:
         """Return copies of the gradients."""
-        return [parameter.grad.clone() for parameter in self.module.parameters()]  # type: ignore[union-attr]
-
-
-def gpt(length: int = 64) -> Model:
-    """Return the GPT of the demo, with twelve blocks, on one batch of real text."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "docs" / "examples"))
-    from gpt import GPT, GPTConfig
-    from text import Batches, standard_library
-
-    run: list[Run] = [plain]
-    config = GPTConfig(layers=12, heads=4, width=96, context=max(length, 64), dropout=0.05)
-    module = GPT(config, lambda name, block, x: run[0](int(name.rpartition(".")[2]), block)(x))
-    batches = Batches(standard_library(), batch=8, context=length, seed=0, device=torch.device("cpu"))
-    tokens, targets = batches.next()
-
-    def loss() -> Tensor:
-        torch.manual_seed(1)
-        return module(tokens, targets)
-
-    return Model("gpt", 12, module, [loss], run)
+        return [parameter.grad.clone() for parameter in self.trained()]  # type: ignore[union-attr]
 
 
 class Convs(nn.Module):
@@ -116,7 +104,7 @@ def unet() -> Model:
     run: list[Run] = [plain]
     torch.manual_seed(0)
     module, images = UNet(run), torch.randn(2, 3, 96, 96)
-    return Model("unet", 7, module, [lambda: module(images).square().mean()], run)
+    return Model("U-Net", 7, module, [lambda: module(images).square().mean()], run)
 
 
 class Encoder(nn.Module):
@@ -194,3 +182,102 @@ def translation() -> Model:
         return module(source, target)
 
     return Model("translation", 8, module, [partial(loss, *batch) for batch in batches], run)
+
+
+class Block(nn.Module):
+    """A layer of a model of ``transformers``, which runs as the model's blocks are to be run."""
+
+    def __init__(self, run: list[Run], place: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.run, self.place, self.layer = run, place, layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        return self.run[0](self.place, self.layer)(*args, **kwargs)
+
+
+class LoRA(nn.Module):
+    """A linear layer with frozen weights, and a product of two narrow ones that are trained."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the frozen layer gives, and what is learned."""
+        return self.frozen(x) + self.up(self.down(F.dropout(x, 0.05)))
+
+
+def built(name: str, kind: str, sizes: dict[str, Any], tokens: tuple[int, int], change: Any = None) -> Model:
+    """Return a model of ``transformers`` without a head, on a batch of random tokens; ``change`` is applied to it."""
+    run: list[Run] = [plain]
+    torch.manual_seed(0)
+    module, given = Built(kind, {**sizes, "vocab_size": VOCABULARY, "use_cache": False}, {}, tokens, []).build()
+    if change is not None:
+        change(module)
+    layers = next(child for child in module.modules() if isinstance(child, nn.ModuleList))
+    for place, layer in enumerate(layers):
+        layers[place] = Block(run, place, layer)
+    direction = torch.randn_like(module(**given)[0])
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return module(**given)[0].mul(direction).mean()
+
+    return Model(name, len(layers), module, [loss], run)
+
+
+def gpt2(width: int, layers: int = 6, tokens: tuple[int, int] = (2, 256)) -> Model:
+    """Return a GPT-2 with dropout, but none inside of attention."""
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": tokens[1], "attn_pdrop": 0.0}
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    return built(f"GPT-2, {layers} x {width}", "GPT2", sizes, tokens)
+
+
+def llama(width: int, layers: int = 6, tokens: tuple[int, int] = (2, 256)) -> Model:
+    """Return a Llama."""
+    return built(f"Llama, {layers} x {width}", "Llama", _llama(width, layers), tokens)
+
+
+def experts() -> Model:
+    """Return a Mixtral: in each layer four experts, of which each token has two."""
+    sizes = {**_llama(256, 6), "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 512}
+    return built("a mixture of experts", "Mixtral", sizes, (2, 256))
+
+
+def lora() -> Model:
+    """Return a Llama with frozen weights; what is learned are additions to its queries and values."""
+
+    def freeze(module: nn.Module) -> None:
+        module.requires_grad_(False)
+        for layer in module.layers:
+            attention = layer.self_attn
+            attention.q_proj, attention.v_proj = LoRA(attention.q_proj), LoRA(attention.v_proj)
+
+    return built("frozen Llama with LoRA", "Llama", _llama(256, 6), (2, 256), freeze)
+
+
+def _llama(width: int, layers: int) -> dict[str, Any]:
+    heads = max(width // 32, 2)
+    return {
+        "hidden_size": width,
+        "intermediate_size": width * 43 // 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+    }
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "gpt2-256": partial(gpt2, 256),
+    "gpt2-768": partial(gpt2, 768),
+    "llama-512": partial(llama, 512),
+    "llama-256": partial(llama, 256),
+    "unet": unet,
+    "translation": translation,
+    "experts": experts,
+    "lora": lora,
+}
+"""By the name on the command line."""

@@ -1,318 +1,230 @@
-"""Step time by memory budget, beside the static ways to spend memory: ``python -m benchmarks.budgets``.
+"""Step time and bytes by memory budget, beside the static ways to spend memory: ``python -m benchmarks.budgets``.
 
-Three models whose blocks are regions: a GPT of twelve equal blocks over real text, as in the demo, a U-Net of unequal
-ones, and an encoder with a decoder on batches whose lengths vary by a factor of eight. Gradients are compared first,
-bit for bit. Then each way's peak is counted, by the profiler, and at last the times are taken in turn, in one process,
-on one thread, as the CPU time of whole steps; ratios are medians over the rounds.
+Eight models whose blocks are regions (`budget_models.py`). Gradients are compared first, bit for bit. Then the bytes
+that forward leaves and the peak of a step are counted, by the profiler, and at last the times are taken in turn, in one
+process, on one thread, as the CPU time of whole steps; ratios are medians over the rounds.
 
-``--docs`` writes all tables into ``benchmarks/BUDGETS.md``, and the picture of ``docs/budget.md``; ``--quick``
-takes a few minutes.
+Ways: no checkpointing, full checkpointing (torch's and ours), torch's checkpoint of the first n blocks for every n,
+selective activation checkpointing with all matrix products kept and with every other one, ours with all of them, and
+budgets. A budget's extra time is divided by that of the first n blocks at the same kept bytes, which is interpolated
+between the n's.
 
-Ways: no checkpointing, full checkpointing (torch's and ours), torch's checkpoint of the first n blocks, selective
-activation checkpointing with all matrix products kept, and budgets as shares of the peak of no checkpointing.
+``--only peaks`` and ``--only planning`` are rows of their own; ``--compiled`` measures torch's own budgets, which takes
+most of an hour. ``--docs`` writes all tables into ``benchmarks/BUDGETS.md``, and the picture of ``docs/budget.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
 
-from .budget_models import Model, Run, gpt, plain, translation, unet
-from .measure import undisturbed
-from .memory import allocations
-from .tables import write_between
+from .bars import Bar, TimeVerdict
+from .budget_models import MODELS, Model, gpt2
+from .budget_peaks import compiled, compiled_table, peaks, peaks_table, peaks_text, plot_peaks
+from .budget_ways import (
+    HALF,
+    HUGE,
+    LEAST,
+    OURS,
+    POINTS,
+    PRODUCTS,
+    SAC,
+    TORCH,
+    kept_and_peak_bytes,
+    point_name,
+    take_times,
+    warm_up,
+    ways_of,
+    within,
+)
+from .contenders import NONE, UnavailableError
+from .measure import quartiles
+from .tables import markdown, times_table, write_between
 
 ROOT = Path(__file__).parent.parent
-MODELS = {"gpt": gpt, "unet": unet, "translation": translation}
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-WARM_UP = 9  # steps; a budget learns in the first of them what it evicts
+BARS: dict[str, Sequence[Bar]] = {
+    "gpt2-256": [Bar(0.75, 0.62), Bar(0.55, 0.42), Bar(0.45, 0.30), Bar(0.55, 0.40)],
+    "gpt2-768": [Bar(0.60, 0.48), Bar(0.40, 0.26), Bar(0.30, 0.20), Bar(0.30, 0.15)],
+    "llama-512": [Bar(0.80, 0.65), Bar(0.55, 0.40), Bar(0.35, 0.25), Bar(0.30, 0.10)],
+}
+"""On a budget's extra time, of that of the first n blocks at the same kept bytes, for each of ``POINTS``."""
+NOTHING_EVICTED, LEAST_BUDGET = Bar(1.01, 1.00), Bar(1.02, 1.00)
+PRODUCTS_KEPT = {"gpt2-256": Bar(0.165, 0.14)}
+"""On the extra time over no checkpointing where products are kept by function."""
+RESAMPLED = 200  # times, for the quartiles
 
 
-@dataclass
-class Way:
-    """A way to run blocks, inside of a context."""
-
-    run: Run
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    budget: Any = None
-    seen: dict[float, Any] = field(default_factory=dict)  # the budget's steps while it learns
-
-    def look(self) -> None:
-        """Note the steps since the last look; a budget forgets them."""
-        if self.budget is not None:
-            self.seen.update((step.begun, step) for step in self.budget.steps)
-
-
-def ours(place: int, block: nn.Module) -> Callable[..., Tensor]:
-    """Run it as a region of ours."""
-    return remat.checkpoint(region_name=f"blocks.{place}")(block)
-
-
-def torchs(_: int, block: nn.Module, **options: Any) -> Callable[..., Tensor]:
-    """Run it as one of torch's."""
-    return lambda *args: torch_checkpoint(block, *args, use_reentrant=False, **options)
-
-
-def first(count: int, place: int, block: nn.Module) -> Callable[..., Tensor]:
-    """Run the first blocks as regions of torch's, the others as they are."""
-    return torchs(place, block) if place < count else block
-
-
-def peak_bytes(model: Model, way: Way) -> int:
-    """Return the most bytes that a step has allocated above those from before, gradients existing."""
-    model.run[0] = way.run
-    model.clear()
-    with way.around(), allocations() as events:
-        for loss in model.losses:
-            loss().backward()
-    return max(accumulate(events))
-
-
-def reserve_bytes(model: Model, none: int, full: int) -> int:
-    """Return what a step needs besides what its regions keep, given the peaks of no and of full checkpointing."""
-    model.run[0] = ours
-    with remat.budget(2**40) as budget:
-        model.step()
-    kept = max(step.most_bytes for step in budget.steps)
-    least = max(step.sum_of("fixed_bytes") + max(row.saved_bytes for row in step.rows) for step in budget.steps)
-    return int(1.02 * max(none - kept, full - least, 0))
-
-
-def ways_of(model: Model, none: int, quick: bool) -> dict[str, Way]:
-    """Return the ways that are measured; ``none`` is the peak of no checkpointing."""
-    aten = torch.ops.aten
-    matmuls = [aten.mm.default, aten.addmm.default, aten.convolution.default]
-    sac = partial(create_selective_checkpoint_contexts, matmuls)
-    ways = {"none": Way(plain), "torch": Way(torchs), "ours": Way(ours), "SAC": Way(partial(torchs, context_fn=sac))}
-    ways |= {f"first {count}": Way(partial(first, count)) for count in range(1, model.blocks)}
-    reserve = reserve_bytes(model, none, peak_bytes(model, ways["ours"]))
-    for share in (2.0, 1.0, *SHARES[:: 3 if quick else 1]):
-        size = int(share * none)
-        budget = remat.budget(size, reserve=min(reserve, size // 2))
-        ways[f"budget {share}"] = Way(ours, lambda budget=budget: budget, budget)
-    return ways
-
-
-def measure(model: Model, rounds: int, quick: bool = False) -> dict[str, Any]:
-    """Compare gradients, count peaks, take times."""
-    none = peak_bytes(model, Way(plain))
-    model.step()
-    expected = model.gradients()
-    ways = ways_of(model, none, quick)
-    for name, way in ways.items():
-        model.run[0] = way.run
-        for _ in range(WARM_UP if way.budget else 1):
-            with way.around():
-                model.step()
-            way.look()
-            if not all(map(torch.equal, expected, model.gradients())):
-                raise AssertionError(f"{model.name}: {name} has other gradients")
-    peaks = {name: peak_bytes(model, way) for name, way in ways.items()}
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    with undisturbed():
-        for turn in range(rounds):
-            names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
-            for name in names[:: -1 if turn % 2 else 1]:
-                way = ways[name]
-                model.run[0] = way.run
-                with way.around():
-                    begin = process_time()
-                    model.step()
-                    samples[name].append(process_time() - begin)
-            gc.collect()
+def measure(name: str, model: Model, rounds: int) -> dict[str, Any]:
+    """Compare gradients, count bytes, take times; bytes once more after the times, for a budget may have moved."""
+    ways = ways_of(model)
+    first_steps = warm_up(model, ways)
+    counted = {name: [kept_and_peak_bytes(model, way)] for name, way in ways.items()}
+    samples = take_times(model, ways, rounds)
+    for way in (way for way in ways if ways[way].learns):
+        counted[way].append(kept_and_peak_bytes(model, ways[way]))
+    kept = {way: sum(kept for kept, _ in bytes_) // len(bytes_) for way, bytes_ in counted.items()}
+    least, most = kept[OURS], kept[NONE]
+    beside = _quartiled(lambda taken: beside_first(kept, extras(taken)), samples)
+    ratios = _quartiled(lambda taken: {way: extra + 1 for way, extra in extras(taken).items()}, samples)
     rows = {
-        name: {
+        way: {
             "ms": median(taken) * 1e3,
-            "ratio": median(one / other for one, other in zip(taken, samples["none"], strict=True)),
-            "peak": peaks[name],
-            "budget": way.budget and way.budget.budget_bytes,
-            "forward": way.budget and way.budget.steps[-1].forward_bytes,
-            "limit": way.budget and int(way.budget.limit),
-            "over": max((int(step.most_bytes - step.limit_bytes) for step in way.seen.values()), default=0),
+            "ratio": ratios[way],
+            "kept": kept[way],
+            "share": (kept[way] - least) / (most - least),
+            "peak": max(peak for _, peak in counted[way]),
+            "beside": beside.get(way),
+            "first ms": [seconds * 1e3 for seconds in first_steps[way]] if ways[way].learns else None,
         }
-        for (name, taken), way in zip(samples.items(), ways.values(), strict=True)
+        for way, taken in samples.items()
     }
-    return {"model": model.name, "none": none, "rows": rows, "beside": dict(_beside_best(rows, samples))}
+    to_full = _quartiled(lambda taken: {LEAST: _ratio(taken[LEAST], taken[OURS])}, samples)
+    return {"name": name, "model": model.name, "rounds": rounds, "rows": rows, "least to full": to_full[LEAST]}
 
 
-def _beside_best(rows: dict[str, Any], samples: dict[str, list[float]]) -> Iterator[tuple[str, Any]]:
-    """Yield, for each budget, the fewest first blocks whose peak is no higher, and the time as a share of theirs."""
-    for name, row in rows.items():
-        if not name.startswith("budget"):
-            continue
-        fits = [other for other in rows if other.startswith("first") and rows[other]["peak"] <= row["peak"]]
-        if row["peak"] >= rows["none"]["peak"]:
-            fits = ["none"]
-        best = min(fits or ["torch"], key=lambda other: rows[other]["ratio"])
-        yield name, (best, median(a / b for a, b in zip(samples[name], samples[best], strict=True)))
+def extras(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return each way's extra time over no checkpointing, as a share of it: the median of the rounds."""
+    return {name: _ratio(taken, samples[NONE]) - 1 for name, taken in samples.items()}
 
 
-def lengths(rounds: int) -> dict[str, Any]:
-    """Sum step times over batches of lengths that differ by a factor of eight, at the peak of half the longest."""
-    models = {length: gpt(length) for length in (16, 32, 48, 64, 96, 128)}
-    longest = models[128]
-    limit = int(0.5 * peak_bytes(longest, Way(plain)))
-    fits = [n for n in range(1, 13) if peak_bytes(longest, Way(partial(first, n))) <= limit]
-    budget = remat.budget(limit, reserve=reserve_bytes(longest, 2 * limit, peak_bytes(longest, Way(ours))))
-    ways = {f"first {fits[0]}": Way(partial(first, fits[0])), "budget": Way(ours, lambda: budget), "none": Way(plain)}
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for model in [longest] * WARM_UP + list(models.values()):
-        model.run[0] = ours
-        with budget:
-            model.step()
-    peak = peak_bytes(longest, ways["budget"])
-    with undisturbed():
-        for _ in range(rounds):
-            for name, way in ways.items():
-                taken = 0.0
-                for model in models.values():
-                    model.run[0] = way.run
-                    with way.around():
-                        begin = process_time()
-                        model.step()
-                        taken += process_time() - begin
-                samples[name].append(taken)
-    static = samples[f"first {fits[0]}"]
-    ratio = median(a / b for a, b in zip(samples["budget"], static, strict=True))
-    sums = {name: median(taken) * 1e3 for name, taken in samples.items()}
-    return {"limit": limit, "peak": peak, "ms": sums, "ratio": ratio}
+def beside_first(kept: Mapping[str, int], extra: Mapping[str, float]) -> dict[str, float]:
+    """Return for each other way its extra time, divided by that of the first n blocks at the same kept bytes."""
+    static = [name for name in kept if name in (NONE, TORCH) or name.startswith("first ")]
+    curve = sorted(((kept[name], extra[name]) for name in static), reverse=True)
+    found = {}
+    for name in kept.keys() - {NONE, OURS, LEAST, HUGE, *static}:
+        theirs = interpolated(curve, kept[name])
+        if theirs > 0:
+            found[name] = extra[name] / theirs
+    return found
 
 
-def overhead(rounds: int, count: int = 200) -> dict[str, float]:
-    """Return nanoseconds per saved tensor over plain autograd, in forward and backward, where nothing is evicted.
+def interpolated(curve: Sequence[tuple[int, float]], kept: int) -> float:
+    """Return the extra time at so many kept bytes, given points from the most bytes to the fewest.
 
-    For a pair of hooks that does nothing, and for a budget.
+    Fewer bytes take no less time: points that say otherwise, by noise, count as their mean.
     """
-    x, grad, budget = torch.randn(4, requires_grad=True), torch.ones(4), remat.budget("1 GiB")
+    pools: list[tuple[float, int]] = []
+    for _, value in curve:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, size), (other, more) = pools.pop(), pools.pop()
+            pools.append(((one * size + other * more) / (size + more), size + more))
+    values = [value for value, size in pools for _ in range(size)]
+    points = list(zip((size for size, _ in curve), values, strict=True))
+    if kept >= points[0][0]:
+        return points[0][1]
+    for (more, least), (fewer, most) in pairwise(points):
+        if kept >= fewer:
+            return least + (most - least) * (more - kept) / (more - fewer)
+    return points[-1][1]
 
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(count):
-            x = x.sin()
-        return x
 
-    def hooked() -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return chain(x)
+def planning() -> dict[str, dict[str, float]]:
+    """Return what the first three steps in a budget take above full checkpointing: recording, ladders and all else."""
+    found = {}
+    for layers in (1, 48):
+        model = gpt2(64, layers, (2, 64))
+        full, way = within("0%"), within("40%")
+        warm_up(model, {LEAST: full})
+        taken = warm_up(model, {LEAST: full, "budget": way})
+        least = median(taken[LEAST])
+        found[f"{layers} layers"] = {
+            "seconds": sum(max(one - least, 0.0) for one in taken["budget"][:3]),
+            "told": way.budget.to_dict().get("planning_seconds"),
+        }
+    return found
 
-    def budgeted() -> Tensor:
-        with budget:
-            return remat.checkpoint()(chain)(x)
 
-    ways = {"plain": lambda: chain(x), "hooks": hooked, "budget": budgeted}
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    with undisturbed():
-        for turn in range(-WARM_UP, rounds):
-            for name, forward in ways.items():
-                begin = process_time()
-                forward().backward(grad)
-                if turn >= 0:
-                    samples[name].append((process_time() - begin) / count * 1e9)
-    pairs = {name: zip(samples[name], samples["plain"], strict=True) for name in ways if name != "plain"}
-    return {name: median(one - other for one, other in pair) for name, pair in pairs.items()}
+def verdicts(result: dict[str, Any]) -> list[TimeVerdict]:
+    """Return what was measured beside what must be."""
+    name, rows = result["name"], result["rows"]
+
+    def extra(row: dict[str, Any]) -> tuple[float, float, float]:
+        ratio, low, high = row["ratio"]
+        return ratio - 1, low - 1, high - 1
+
+    found = []
+    for point, bar in zip(POINTS, BARS.get(name, [Bar()] * len(POINTS)), strict=True):
+        row = rows[point_name(point)]
+        said = f"{name}, {point_name(point)}, extra time"
+        found.append(TimeVerdict(said, f"first n at {row['share']:.2f}", bar, row["beside"]))
+    found.append(TimeVerdict(f"{name}, nothing evicted", NONE, NOTHING_EVICTED, rows[HUGE]["ratio"]))
+    found.append(TimeVerdict(f"{name}, least budget", OURS, LEAST_BUDGET, result["least to full"]))
+    bar = PRODUCTS_KEPT.get(name, Bar())
+    found.append(TimeVerdict(f"{name}, products, extra time", NONE, bar, extra(rows[PRODUCTS])))
+    found.append(TimeVerdict(f"{name}, SAC, extra time", NONE, Bar(), extra(rows[SAC])))
+    if HALF in rows:
+        row = rows[HALF]
+        found.append(TimeVerdict(f"{name}, {HALF}, extra time", f"first n at {row['share']:.2f}", Bar(), row["beside"]))
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
     """Return a model's results as a table in Markdown."""
-    head = (result["model"], "of no checkpointing", "peak, MiB", "budget, MiB", "beside the best first n at its peak")
-    lines = [f"| {' | '.join(head)} |"]
-    lines.append("| --- | --: | --: | --: | --- |")
+    head = [result["model"], "ms", "to none", "kept, MiB", "share", "peak, MiB", "extra, of first n", "quartiles"]
+    rows = []
     for name, row in result["rows"].items():
-        budget = f"{row['budget'] / 2**20:.1f}" if row["budget"] else ""
-        best, ratio = result["beside"].get(name, ("", 0.0))
-        beside = f"{ratio:.3f} of {best}" if best else ""
-        lines.append(f"| {name} | {row['ratio']:.3f} | {row['peak'] / 2**20:.1f} | {budget} | {beside} |")
-    return "\n".join(lines)
+        cells = [f"{row['ms']:.1f}", f"{row['ratio'][0]:.3f}", f"{row['kept'] / 2**20:.1f}", f"{row['share']:.2f}"]
+        cells.append(f"{row['peak'] / 2**20:.1f}")
+        beside, low, high = row["beside"] or (None, 0.0, 0.0)
+        rows.append([name, *cells, *(["", ""] if beside is None else [f"{beside:.3f}", f"{low:.3f} - {high:.3f}"])])
+    return markdown(head, rows)
 
 
-def checks(result: dict[str, Any]) -> str:
-    """Return what the budgets' peaks, and what they kept, were against their limits, in a sentence each."""
-    rows = [row for name, row in result["rows"].items() if name.startswith("budget")]
-    fits = [row for row in rows if row["budget"] >= result["rows"]["ours"]["peak"]]
-    highest = max((row["peak"] / row["budget"] for row in fits), default=0.0)
-    over = max((row["over"] for row in fits), default=0)
-    return (
-        f"{result['model']}: {len(fits)} of {len(rows)} budgets are at least the peak of full recomputation. In these "
-        f"the highest peak was {highest:.3f} of the budget. Regions kept at most {max(over, 0):,} B more than the "
-        "limit at any moment. All gradients were equal bit for bit."
-    )
-
-
-def lengths_text(found: dict[str, Any]) -> str:
-    """Return what `lengths` has found, as a sentence."""
-    static = next(name for name in found["ms"] if name.startswith("first"))
-    return (
-        "Varying length: the sum of the GPT's steps over batches of 16 to 128 bytes, in half the peak of the longest, "
-        f"was {found['ratio']:.3f} of that of {static}, the best static choice that fits the longest; the peak was "
-        f"{found['peak'] / found['limit']:.3f} of the budget."
-    )
-
-
-def overhead_text(found: dict[str, float]) -> str:
-    """Return what `overhead` has found, as a sentence."""
-    return (
-        "Overhead: per saved tensor, forward and backward, over plain autograd, where nothing is evicted: "
-        f"{found['budget'] / 1e3:.1f} us, of which a pass-through pair of hooks takes {found['hooks'] / 1e3:.1f} us."
-    )
+def planning_text(found: dict[str, dict[str, float]]) -> str:
+    """Return what `planning` has found, as a sentence."""
+    said = ", ".join(f"{1e3 * row['seconds']:.0f} ms with {name}" for name, row in found.items())
+    return f"- The first three steps in a budget took above full checkpointing, in all: {said} (GPT-2, 64 wide)."
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw time against peak."""
+    """Draw time against kept bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * len(results), 4), layout="constrained")
+    columns = min(len(results), 4)
+    lines = -(-len(results) // columns)
+    figure = Figure(figsize=(4 * columns, 3.2 * lines + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
-        looks = (("budget", "o-", "#222222"), ("first", "s--", "#9a9a9a"))
-        for start, look, colour in looks:
-            rows = sorted((row["peak"], row["ratio"]) for name, row in result["rows"].items() if name.startswith(start))
-            label = "torch checkpoint of the first n blocks" if start == "first" else "a budget"
-            axes.plot([x / 2**20 for x, _ in rows], [y for _, y in rows], look, color=colour, label=label)
-        marks = {"none": ("x", "no checkpointing"), "torch": ("+", "torch's of all"), "ours": ("*", "ours of all")}
-        for name, (mark, label) in (marks | {"SAC": ("D", "SAC of all")}).items():
-            row = result["rows"][name]
-            axes.plot(row["peak"] / 2**20, row["ratio"], mark, color="#222222", label=label, markersize=8)
+    for axes, result in zip(figure.subplots(lines, columns, squeeze=False).flat, results, strict=False):
+        looks = (("budget", "o-", "#222222", "a budget"), ("first", "s--", "#9a9a9a", "the first n blocks"))
+        rows = result["rows"]
+        ends = {"budget": (HUGE, LEAST), "first": (NONE, TORCH)}
+        for start, look, colour, label in looks:
+            picked = [row for name, row in rows.items() if name.startswith(start) or name in ends[start]]
+            points = sorted((row["kept"] / 2**20, row["ratio"][0]) for row in picked)
+            axes.plot(*zip(*points, strict=True), look, color=colour, label=label)
+        for name, mark in ((SAC, "D"), ("SAC, every other", "d"), (PRODUCTS, "*"), (HALF, "p")):
+            if name in rows:
+                row = rows[name]
+                axes.plot(row["kept"] / 2**20, row["ratio"][0], mark, color="#222222", label=name, markersize=8)
         axes.set_title(result["model"])
-        axes.set_xlabel("peak of the step, MiB")
+        axes.set_xlabel("kept after forward, MiB")
         axes.set_ylabel("step time, of no checkpointing")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     figure.savefig(path, dpi=120)
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure what is asked for, and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
-    parser.add_argument("--rounds", type=int, help="samples of each way (default: 20)")
-    parser.add_argument("--only", choices=[*MODELS, "lengths", "overhead"])
-    parser.add_argument("--quick", action="store_true", help="a third of the budgets, and three rounds")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw time against peak")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the tables of benchmarks/BUDGETS.md and docs/pictures/budget.png"
-    )
-    arguments = parser.parse_args(given)
+    arguments = _parser().parse_args(given)
     rounds = arguments.rounds or (3 if arguments.quick else 20)
     warnings.simplefilter("ignore", remat.RematWarning)
     torch.set_num_threads(1)
+    names = arguments.only or [*MODELS, "peaks", "planning"]
     results: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     said: list[str] = []
@@ -320,26 +232,80 @@ def main(given: Sequence[str] | None = None) -> None:
     def say(text: str) -> None:
         said.append(text)
         print(text, end="\n\n", flush=True)
+        if arguments.json:  # after each part, so that a run that ends early is not lost
+            arguments.json.write_text(json.dumps({"results": results, **found}, indent=1))
 
-    for name, build in MODELS.items():
-        if arguments.only in (None, name):
-            results.append(measure(build(), rounds, arguments.quick))
-            say(table(results[-1]))
-    for result in results:
-        say(f"- {checks(result)}")
-    if arguments.only in (None, "lengths"):
-        found["lengths"] = lengths(rounds)
-        say(f"- {lengths_text(found['lengths'])}")
-    if arguments.only in (None, "overhead"):
-        found["overhead"] = overhead(3 * rounds)
-        say(f"- {overhead_text(found['overhead'])}")
+    if arguments.compiled:
+        _compiled(names, rounds, arguments, found, say)
+        return
+    for name in (name for name in MODELS if name in names):
+        try:
+            results.append(measure(name, MODELS[name](), rounds))
+        except UnavailableError as error:
+            say(f"{name} is skipped: {error}")
+            continue
+        say(table(results[-1]))
+    if results:
+        say(times_table([verdict for result in results for verdict in verdicts(result)]))
+    if "peaks" in names:
+        found["peaks"] = peaks()
+        say(f"{peaks_table(found['peaks'])}\n\n{peaks_text(found['peaks'])}")
+    if "planning" in names:
+        found["planning"] = planning()
+        say(planning_text(found["planning"]))
     picture = arguments.plot or (arguments.docs and ROOT / "docs" / "pictures" / "budget.png")
     if picture and results:
         plot(results, picture)
     if arguments.docs:
         write_between(ROOT / "benchmarks" / "BUDGETS.md", said)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"results": results, **found}, indent=1))
+
+
+def _compiled(
+    names: Sequence[str], rounds: int, arguments: argparse.Namespace, found: dict[str, Any], say: Callable[[str], None]
+) -> None:
+    """Measure torch's own budgets: the peaks beside ours, and the models."""
+    if "peaks" in names:
+        found["peaks"] = peaks(arguments.backend)
+        say(f"{peaks_table(found['peaks'])}\n\n{peaks_text(found['peaks'])}")
+        if arguments.plot:
+            plot_peaks(found["peaks"], arguments.plot)
+    found["compiled"] = {}
+    for name in (name for name in MODELS if name in names):
+        model = MODELS[name]()
+        found["compiled"][name] = compiled(model, arguments.backend, rounds)
+        say(compiled_table(model.name, found["compiled"][name]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
+    parser.add_argument("--rounds", type=int, help="samples of each way (default: 20)")
+    parser.add_argument("--only", nargs="+", choices=[*MODELS, "peaks", "planning"])
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--compiled", action="store_true", help="torch's own budgets, with all that --only names")
+    parser.add_argument("--backend", default="aot_eager_decomp_partition", help="of torch.compile, for --compiled")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw time against kept bytes")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the tables of benchmarks/BUDGETS.md and docs/pictures/budget.png"
+    )
+    return parser
+
+
+def _ratio(taken: Sequence[float], theirs: Sequence[float]) -> float:
+    return median(one / other for one, other in zip(taken, theirs, strict=True))
+
+
+def _quartiled(
+    compute: Callable[[Mapping[str, Sequence[float]]], Mapping[str, float]], samples: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[float, float, float]]:
+    """Return each computed value, with its quartiles over runs of as many rounds drawn from the measured ones."""
+    draw, rounds = Random(0), len(samples[NONE])
+    drawn: dict[str, list[float]] = {}
+    for _ in range(RESAMPLED):
+        turns = draw.choices(range(rounds), k=rounds)
+        for name, value in compute({name: [taken[turn] for turn in turns] for name, taken in samples.items()}).items():
+            drawn.setdefault(name, []).append(value)
+    return {name: (value, *quartiles(drawn.get(name, [value]))) for name, value in compute(samples).items()}
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ OURS_OP_CLOSURE = "ours op closure"
 OURS_POLICY = "ours policy"
 OURS_FUNCTION = "ours policy function"
 OURS_CALLS = "ours by function"
+OURS_MODULES = "ours by module"
+OURS_DROP_IN = "ours drop-in"
 BEFORE = "before"
 
 

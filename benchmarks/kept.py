@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .contenders import (
@@ -25,6 +25,7 @@ from .contenders import (
     OURS_CALLS,
     OURS_CLOSURE,
     OURS_FUNCTION,
+    OURS_MODULES,
     OURS_NATIVE,
     OURS_OP,
     OURS_OP_CLOSURE,
@@ -105,6 +106,8 @@ def _way_of_ours(contender: str, package: ModuleType, ops: list[Any]) -> Way:
         return Way(partial(region, package), partial(_closed, package))
     if contender in _CALLS:
         return Way(partial(region, package), partial(_CALLS[contender], package))
+    if contender == OURS_MODULES:
+        return Way(partial(region, package, policy=package.save_modules("mix")), plainly)
     by_function = [F.scaled_dot_product_attention] if ops is ATTENTION else [F.linear, torch.matmul, *GROUPED]
     policy = {OURS_POLICY: ops, OURS_FUNCTION: policy_function(ops), OURS_CALLS: by_function}[contender]
     return Way(partial(region, package, policy=policy), plainly)
@@ -127,7 +130,9 @@ def native_blocks() -> Workload:
     x = torch.randn(2, 16, 32).requires_grad_()
     weights = [named for index, block in enumerate(blocks) for named in block.named_parameters(f"{index}")]
 
-    def keeping(way: Way) -> list[Block]:
+    def keeping(name: str, way: Way) -> list[Block]:
+        if name in versions(OURS_MODULES):
+            return [BlockOfModules(block) for block in blocks]
         return [AnnotatedBlock(block, mix=partial(way.keep, "attention", causal_attention)) for block in blocks]
 
     def forward(wrap: Wrap, functions: list[Block]) -> Tensor:
@@ -136,13 +141,13 @@ def native_blocks() -> Workload:
             h = wrap(function)(h)
         return h
 
-    chosen = {**_references(), **ways(ATTENTION, OURS_NATIVE, OURS_OP, OURS_CALLS)}
+    chosen = {**_references(), **ways(ATTENTION, OURS_NATIVE, OURS_OP, OURS_CALLS, OURS_MODULES)}
     return Workload(
         name="native-blocks",
         about=f"{SMALL_BLOCKS} regions, transformer blocks of d=32, 2 heads, 2 x 16 tokens; kept: attention, in Python",
         leaves={"x": x, **dict(weights)},
         output_grad=torch.randn_like(x),
-        forwards={name: partial(forward, way.wrap, keeping(way)) for name, way in chosen.items()},
+        forwards={name: partial(forward, way.wrap, keeping(name, way)) for name, way in chosen.items()},
         ideal_retained_bytes=RETAINED_BYTES["blocks"],
         steps=1,
         **_contenders(chosen),
@@ -256,6 +261,25 @@ class AnnotatedBlock:
     def _apply(self, name: str, x: Tensor) -> Tensor:
         layer = getattr(self.block, name)
         return self.linear(name, F.linear, x, layer.weight, layer.bias)
+
+
+class BlockOfModules(nn.Module):
+    """The transformer block, whose attention without its projections is a module."""
+
+    def __init__(self, block: TransformerBlock) -> None:
+        super().__init__()
+        self.mix = Mix()
+        self.annotated = AnnotatedBlock(block, mix=self.mix)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.annotated(x)
+
+
+class Mix(nn.Module):
+    """Attention on query, key and value."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return causal_attention(query, key, value)
 
 
 def _closed(package: ModuleType, name: str, function: Keep, *args: Any, **kwargs: Any) -> Tensor:

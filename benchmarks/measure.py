@@ -165,7 +165,7 @@ def check_gradients(workload: Workload) -> dict[str, str]:
             failed[contender] = f"{type(error).__name__}: {error}"
             continue
         for name, value in computed.items():
-            if not _same_bits(value, expected[name]):
+            if not same_bits(value, expected[name]):
                 raise GradientMismatchError(f"{workload.name}: {contender} has another {name} than {NONE}")
     return failed
 
@@ -238,7 +238,7 @@ def _output_and_gradients(workload: Workload, contender: str) -> dict[str, torch
     return {"output": output.detach(), **gradients}
 
 
-def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Return whether the tensors' bytes are equal: equality of floats would let -0.0 pass for 0.0."""
     if one is None or other is None:
         return one is other  # a parameter that is not used

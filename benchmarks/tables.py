@@ -92,10 +92,15 @@ def times_table(verdicts: Sequence[TimeVerdict]) -> str:
     for each in verdicts:
         ratio, low, high = each.ratio or (0.0, 0.0, 0.0)
         measured = [f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"] if each.ratio else ["", ""]
-        limits = ["" if limit is None else f"{limit:.2f}" for limit in (each.bar.must, each.bar.aim)]
+        limits = [_limit(limit) for limit in (each.bar.must, each.bar.aim)]
         rows.append([each.status, each.label, each.peer, *measured, *limits])
     reasons = [f"{each.label} could not run: {each.failed}" for each in verdicts if each.failed]
     return "\n\n".join(["### ratios of times", markdown(header, rows, left=3), *reasons])
+
+
+def _limit(limit: float | None) -> str:
+    """Return a limit with two digits, or as many as it has."""
+    return "" if limit is None else max(f"{limit:.2f}", f"{limit}", key=len)
 
 
 def verdicts_table(verdicts: Sequence[Verdict], *, only_failed: bool) -> str:
