@@ -682,34 +682,54 @@ MUTANTS = (
     ),
     # Budgets.
     Mutant(
-        "budget not kept while forward runs", "budgets", "budgets/kept.py",
-        "                if owner.ledger.total > owner.limit:\n",
-        "                if False:\n",
+        "budget not kept at the end of forward", "budgets", "budgets/budget.py",
+        "            step.rows.append(kept.row)\n            if self.ledger.total > self.limit:\n",
+        "            step.rows.append(kept.row)\n            if False:\n",
     ),
     Mutant(
-        "recomputed tensors kept by a budget", "budgets", "budgets/kept.py",
-        "if len(stamps) < self._always_empty or (ops is not None and self._recomputed.saves(ops)):",
-        "if len(stamps) < self._always_empty:",
+        "what an author decides runs as plain code", "budgets", "ladders/ladder.py",
+        "[] if record.is_named or left_out else",
+        "[] if left_out else",
     ),
     Mutant(
-        "write after eviction not noticed", "budgets", "budgets/evict.py",
-        "        if value._version != holder.metadata[0]:\n",
+        "write after eviction not noticed", "budgets", "dispatch/call/ending.py",
+        "        mark_changed(holder)\n    holder.value = None\n",
+        "        pass\n    holder.value = None\n",
+    ),
+    Mutant(
+        "lowered past a result that is gone", "budgets", "dispatch/call/lowering.py",
+        "        if not _may_go_further(region):\n",
         "        if False:\n",
     ),
     Mutant(
-        "shared storage evicted", "budgets", "_storages.py",
-        "return count == self.counts.get(key) and storage_uses(key) == count + USES_BY_PYTHON",
-        "return count == self.counts.get(key)",
+        "lowered region keeps its tensors", "budgets", "dispatch/call/lowering.py",
+        "if holder is not None and value is not None and key_of(value) not in kept:",
+        "if False:",
+    ),
+    Mutant(
+        "replays not counted in a budget", "budgets", "budgets/price.py",
+        " or (counts_replays and peak(parts, at) > most)",
+        "",
+    ),
+    Mutant(
+        "plain regions not counted", "budgets", "budgets/counted.py",
+        "        ledger.total += size\n",
+        "        self._size = 0\n",
+    ),
+    Mutant(
+        "share that is not measured keeps all", "budgets", "budgets/budget.py",
+        "elif self.limit >= UNLIMITED and self.share in (None, 1):",
+        "elif self.limit >= UNLIMITED:",
     ),
     Mutant(
         "buffers counted by a budget", "budgets", "budgets/counted.py",
-        "                if is_made or key not in self._buffers:\n",
-        "                if True:\n",
+        "[key for key in parts if key not in self._buffers]",
+        "list(parts)",
     ),
     Mutant(
         "storage counted each time", "budgets", "_storages.py",
-        "            self.counts[key] += 1\n            return 0\n",
-        "            self.counts[key] += 1\n            self.total += size\n            return size\n",
+        "            self.total += size - self.sizes[key]\n",
+        "            self.total += size\n",
     ),
     # Reports.
     Mutant(

@@ -349,7 +349,7 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 
 
 # The address of a tensor's storage object: the identity of what views share, also where it is empty. The public way
-# makes a storage object in Python, which counts as one that holds the storage: see `storage_uses`.
+# makes a storage object in Python for each.
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
@@ -389,21 +389,6 @@ def default_store() -> Any:
 def after_backward(then: Callable[[], None]) -> None:
     """Do something once the backward that runs in this thread is over; not if it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(then)
-
-
-# How often the storage of this address, which must be alive, is held: by tensors, and by its Python object once it has
-# one. Without it a budget would evict what something else holds, which frees nothing.
-storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
-
-
-def _uses_by_python() -> int:
-    """Return how often its Python object holds a storage, whether or not Python still knows that."""
-    tensor = torch.empty(1, device="cpu")
-    tensor.untyped_storage()
-    return storage_uses(storage_key(tensor)) - 1
-
-
-USES_BY_PYTHON = _uses_by_python()
 
 
 # Sets what the compiler's frame evaluation does with a code object. Where a release lacks it, modes are as slow as

@@ -19,17 +19,11 @@ import optree
 import torch
 from torch import Tensor
 
-from torch_remat._compat import PYTREE_NAMESPACE, USES_BY_PYTHON, adopt_pytree_node, storage_key, storage_uses
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, storage_key
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.offload.sender import Offloaded
 
-Keys = int | tuple[int, ...]  # addresses of what is counted for a tensor: 0 for none; several for a subclass
 _SIMPLE = (Tensor, str, bytes, int, float, complex, type(None), type)
-
-
-def each(keys: Keys) -> tuple[int, ...]:
-    """Return the addresses."""
-    return keys if isinstance(keys, tuple) else (keys,) if keys else ()
 
 
 class Ledger:
@@ -54,30 +48,15 @@ class Ledger:
 
     def add(self, key: int, tensor: Tensor) -> int:
         """Count a storage that a tensor is in; return its bytes if it is new."""
-        size = tensor.untyped_storage().nbytes()  # from now on it has a Python object: see `is_held_by`
-        if tensor.device.type != self.device_type:
-            size = 0
-        elif key in self.counts:
-            self.resize(key, size)
-        return self.hold(key, size)
-
-    def hold(self, key: Hashable, size: int) -> int:
-        """Count a storage once more; return its bytes if it is new."""
-        if key in self.counts:
+        size = tensor.untyped_storage().nbytes() if tensor.device.type == self.device_type else 0
+        if key in self.counts:  # what was at its address may be gone without having said so
             self.counts[key] += 1
+            self.total += size - self.sizes[key]
+            self.sizes[key] = size
             return 0
         self.counts[key], self.sizes[key] = 1, size
         self.total += size
         return size
-
-    def resize(self, key: int, size: int) -> None:
-        """Note the bytes of a storage that is counted: what was at its address may be gone without having said so."""
-        self.total += size - self.sizes[key]
-        self.sizes[key] = size
-
-    def is_held_by(self, key: int, count: int) -> bool:
-        """Whether so many holders, and nothing else, hold a storage, which must be alive."""
-        return count == self.counts.get(key) and storage_uses(key) == count + USES_BY_PYTHON
 
     def remove(self, key: int) -> int:
         """Count it once less; return its bytes if that was the last time."""
@@ -89,17 +68,6 @@ class Ledger:
         size = self.sizes.pop(key)
         self.total -= size
         return size
-
-    def remove_all(self, found: Sequence[Keys]) -> None:
-        """Do that for many."""
-        counts, sizes = self.counts, self.sizes
-        for keys in found:
-            for key in each(keys):
-                if left := counts[key] - 1:
-                    counts[key] = left
-                else:
-                    del counts[key]
-                    self.total -= sizes.pop(key)
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

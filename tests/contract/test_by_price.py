@@ -49,7 +49,7 @@ class Chance(MemoryBudget):
 
     def choose(self, ladder):
         acts = {}
-        for step in ladder._record.steps:
+        for step in ladder.record.steps:
             if can_be_kept(step.function) and self.random.random() < 0.6:
                 places = tuple(self.random.sample(range(2), self.random.randint(0, 2)))
                 acts.setdefault(step.function, {})[step.number + self.random.choice((0, 0, 0, 1))] = places
@@ -202,6 +202,14 @@ def test_lengths_that_change_take_the_ladder_of_known_ones():
         assert_same(expected, actual)
     ((kind),) = kinds._kinds.values()
     assert len(kind._by_shapes) == 3
+
+
+def test_lengths_that_never_come_again_have_a_ladder_too(dear):
+    run, nothing = (remat.checkpoint(policy=policy)(Block()) for policy in (remat.policies.memory_budget(0.5), None))
+    for rows in range(96, 99):
+        _, kept = steps([run], 1, rows=rows)
+    assert kept == steps([nothing], 1, rows=98)[1]
+    assert steps([run], 1, rows=99)[1] > steps([nothing], 1, rows=99)[1]
 
 
 def test_functions_and_modules_are_kept_beside_and_names_are_not(dear):

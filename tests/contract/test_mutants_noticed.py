@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import torch_remat as remat
 from tests.handle_ops import RECOMPUTE, SAVE, Kernel, Shift, Trace, call
 from tests.helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
 from tests.offloaders import OFFLOAD, Counting
+from torch_remat.dispatch.call import survey
 from torch_remat.dispatch.region.region import live_regions
 
 TOTAL = torch.zeros(4)
@@ -118,11 +121,13 @@ def test_parameter_that_changes_after_forward_is_an_error(reader):
         y.sum().backward()
 
 
-def test_region_with_a_call_in_a_large_budget_recomputes_nothing():
+def test_region_with_a_call_in_a_large_budget_recomputes_nothing(monkeypatch):
+    monkeypatch.setattr(survey, "perf_counter_ns", count(0, 10**6).__next__)  # ops are worth to be kept
     function = Calls(lambda x: remat.op(torch.exp, "a")(x.sin()).cos())
     with remat.budget("1 MiB"):
-        checkpointed(function)(leaf(4)).sum().backward()
-    assert function.replays == 0
+        for _ in range(4):  # the first three are recorded
+            checkpointed(function)(leaf(4)).sum().backward()
+    assert function.replays == 3
 
 
 def test_result_that_a_policy_offloads_is_not_recomputed():
@@ -250,16 +255,3 @@ def test_call_that_writes_and_cannot_be_skipped_is_refused_in_forward(block):
     with pytest.raises(remat.UsageError) as caught:
         checkpointed(block)(leaf(4))
     assert caught.value.op == "a"
-
-
-def test_budget_is_kept_while_a_region_runs():
-    def block(x):
-        for _ in range(16):
-            x = x.sin()
-        seen.append(budget.kept_bytes)
-        return x
-
-    seen: list[int] = []
-    with remat.budget("8 KiB") as budget:
-        checkpointed(block)(leaf(256))  # 1 KiB each
-    assert seen[0] <= 8192

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
 from tests.helpers import LiveStorages, has_storage, tensors_in
+from tests.programs.priced import PRICED
 from tests.programs.program import Program, policies_of, reads_into_python, steps_of, writes
 from tests.programs.running import OF_FUNCTIONS, OPS_OF, State, backward, forward, make_leaves
 from torch_remat.dispatch.reach import boundary_nodes
@@ -97,7 +98,8 @@ def check_kept(program: Program) -> None:
     if not policies.isdisjoint(OF_FUNCTIONS):
         selected |= OPS_OF_FUNCTIONS
     _warm()
-    counts = [_count_kept(program, Births(selected, "all" in policies)) for _ in range(2)]
+    everything = "all" in policies or not policies.isdisjoint(PRICED)
+    counts = [_count_kept(program, Births(selected, everything)) for _ in range(2)]
     assert counts[0] == counts[1], f"two forwards of one program keep {counts[0]} and {counts[1]} storages"
 
 
@@ -201,6 +203,8 @@ def check_recomputed(program: Program) -> None:
     inner = inner or program.around not in ("nothing", "twice")  # whose outer replay runs the inner forward again
     if writes(program) or reads_into_python(program) or program.backward == "dropped":
         return
+    if not policies_of(program).isdisjoint(PRICED):
+        return  # replay starts over where a ladder is of another step
     policies = set() if inner else policies_of(program)
     selected = set().union(*(OPS_OF.get(name) or OTHER_POLICIES.get(name, ()) for name in policies))
     state, leaves, replayed = State(True, program), make_leaves(program), Replayed(selected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 SAVE, RECOMPUTE, OFFLOAD = "SAVE", "RECOMPUTE", "OFFLOAD"
@@ -97,6 +97,24 @@ def policies_of(program: Program) -> set[str]:
     if program.around == "region with policy":
         names.add("products")
     return {name for name in names if name is not None}
+
+
+def without(program: Program, names: Collection[str]) -> Program:
+    """Return a program whose regions have none of some policies."""
+    policy = None if program.policy in names else program.policy
+    return program._replace(body=_body_without(program.body, names), policy=policy)
+
+
+def _body_without(body: Body, names: Collection[str]) -> Body:
+    return body._replace(
+        steps=tuple(
+            step._replace(
+                policy=None if step.kind == "region" and step.policy in names else step.policy,
+                body=step.body and _body_without(step.body, names),
+            )
+            for step in body.steps
+        )
+    )
 
 
 def calls_of(program: Program) -> list[Step]:

@@ -6,7 +6,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 from weakref import ref
 
 import torch
@@ -18,7 +20,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.offloaders import Counting
+from tests.programs.priced import PRICED
 from tests.programs.program import RECOMPUTE, Body, Fault, Program, Step, steps_of
+from torch_remat.dispatch.call import survey
 
 SIDE = 4
 DECISIONS = {policy.name: policy for policy in remat.CheckpointPolicy}
@@ -130,6 +134,8 @@ OF_FUNCTIONS: dict[str, list[Any]] = {
     "functions and ops": [torch.matmul, torch.Tensor.exp, F.dropout, torch.ops.aten.sin.default, torch.ops.aten.mul],
 }  # fmt: skip
 POLICIES |= OF_FUNCTIONS
+USUAL = tuple(POLICIES)
+POLICIES |= PRICED
 
 
 class State(nn.Module):
@@ -502,9 +508,9 @@ def _in_thread(work: Callable[[], None]) -> None:
         raise raised.pop()
 
 
-def make_leaves(program: Program) -> list[Tensor]:
+def make_leaves(program: Program, seed: int = 1) -> list[Tensor]:
     """Return the leaves that a program starts from."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     tensors = [torch.randn(SIDE, SIDE) for _ in range(2)]
     if program.inputs == "transposed":
         tensors = [tensor.t() for tensor in tensors]
@@ -533,13 +539,32 @@ class Found(NamedTuple):
         return [*self.outputs, *self.gradients, *self.changed]
 
 
-def run(state: State, fault: Fault | None = None) -> Found:
+RECORDED = 3  # so many steps a budget learns from
+
+
+def in_budget(program: Program) -> Any:
+    """Return a program's budget, which knows its regions from some steps: then it keeps what it has room for."""
+    budget = remat.budget(program.budget, reserve=0)
+    others = program._replace(budget=None, fault=None, later=None, backward="once")
+    with patch.object(survey, "perf_counter_ns", count(0, 100_000).__next__):  # each op is worth to be kept
+        try:
+            for _ in range(RECORDED):
+                with budget:
+                    run(State(True, others))
+        except Exception:  # which the program raises itself, and whose graph may be alive
+            return remat.budget(program.budget, reserve=0)
+    return budget
+
+
+def run(state: State, fault: Fault | None = None, seed: int = 1) -> Found:
     """Run a program."""
-    program, leaves = state.program, make_leaves(state.program)
+    program = state.program
+    with_budget = program.budget is not None and state.wraps
+    budget = in_budget(program) if with_budget else None
+    leaves = make_leaves(program, seed)
     given = [leaf * 1.0 for leaf in leaves] if program.later in ("input", "other input") else leaves
     injecting = Injecting(fault) if fault is not None else contextlib.nullcontext()
-    with_budget = program.budget is not None and state.wraps
-    with remat.budget(program.budget, reserve=0) if with_budget else contextlib.nullcontext() as budget:
+    with contextlib.nullcontext() if budget is None else budget:
         with injecting:
             outputs = forward(state, given)
             if program.later is not None:
@@ -553,7 +578,7 @@ def run(state: State, fault: Fault | None = None) -> Found:
             if outputs and program.backward != "dropped":
                 extra = backward(program, outputs, leaves)
         del outputs
-        if with_budget:
+        if budget is not None:
             assert budget.kept_bytes == 0, f"a budget counts {budget.kept_bytes} bytes of graphs that are gone"
     gradients = [leaf.grad for leaf in (*leaves, *state.parameters_at_first)]
     return Found(values, [*extra, *gradients], state.changing())

@@ -31,7 +31,11 @@ def options(examples: int) -> settings:
 
 
 def batch(
-    drawn_from: int, kinds: Counter[str], examples: int = BATCH, odds: tuple[str, ...] = ODD
+    drawn_from: int,
+    kinds: Counter[str],
+    examples: int = BATCH,
+    odds: tuple[str, ...] = ODD,
+    priced: bool | None = None,
 ) -> tuple[Program, AssertionError] | None:
     """Judge the programs of a seed.
 
@@ -40,6 +44,7 @@ def batch(
         kinds: Counts what the programs came to.
         examples: How many programs.
         odds: The odd things that may be around them.
+        priced: Whether policies go by price; None for some of them.
 
     Returns:
         The smallest program that failed and its error, or None.
@@ -48,7 +53,7 @@ def batch(
 
     @seed(drawn_from)
     @options(examples)
-    @given(programs(odds))
+    @given(programs(odds, priced))
     def judge(program: Program) -> None:
         try:
             kinds[outcome(program)] += 1
@@ -65,13 +70,13 @@ def batch(
     return None
 
 
-def soak(seconds: float, first: int) -> bool:
+def soak(seconds: float, first: int, priced: bool | None = None) -> bool:
     """Draw programs for some seconds and print what they came to; return whether all were right."""
     torch.set_num_threads(1)
     seeds, kinds, right, end = random.Random(first), Counter(), True, time.monotonic() + seconds
     while time.monotonic() < end:
         drawn_from = seeds.randrange(2**32)
-        if (failure := batch(drawn_from, kinds)) is not None:
+        if (failure := batch(drawn_from, kinds, priced=priced)) is not None:
             right = False
             program, error = failure
             text = f"FAILED, seed {drawn_from}: {type(error).__name__}: {error}"

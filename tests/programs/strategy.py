@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.helpers import OLDEST
+from tests.programs.priced import PRICED
 from tests.programs.program import OFFLOAD, RECOMPUTE, SAVE, Body, Fault, Program, Step, steps_of
-from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, LATER, POLICIES, READ, STATE, TREES, UNARY, VIEW
+from tests.programs.running import BINARY, FUNCTIONS, IN_PLACE, LATER, READ, STATE, TREES, UNARY, USUAL, VIEW
 
 TABLES = {"unary": UNARY, "binary": BINARY, "view": VIEW, "read": READ, "in_place": IN_PLACE, "state": STATE}
 NAMES = {kind: st.sampled_from(list(table)) for kind, table in TABLES.items()}
@@ -16,7 +17,8 @@ CALLS = {
     "handle": ("seed", "named seed", "op Function"),
 }
 PICK = st.sampled_from((0, 0, 1, 2, 3, 4, 5, 6))
-MAYBE_POLICY = st.sampled_from((None, None, *POLICIES))
+MAYBE_POLICY = st.sampled_from((None, None, *USUAL))
+BY_PRICE = st.sampled_from((None, *PRICED, "products by function"))
 DECISIONS = st.sampled_from((SAVE, SAVE, RECOMPUTE, OFFLOAD))
 BACKWARDS = st.sampled_from(("once", "once", "kept", "two orders", "one by one", "subset", "thread", "dropped"))
 RESULTS = st.sampled_from((*("tuple",) * 3, *TREES))
@@ -32,26 +34,31 @@ class Kinds:
         plain: Kinds of steps without a body, with repetition as their weights.
         nested: Kinds of steps with a body, likewise.
         calls: Kinds of calls.
+        priced: Whether policies go by price.
+        policies: Draws policies of regions.
     """
 
-    def __init__(self, writes: bool, state: bool, calls: tuple[str, ...], torch: bool) -> None:
+    def __init__(self, writes: bool, state: bool, calls: tuple[str, ...], torch: bool, priced: bool = False) -> None:
         self.plain = ("unary",) * 4 + ("binary", "binary", "view", "read") + ("in_place",) * 3 * writes
         self.plain += ("state",) * 3 * state
         self.nested = ("call",) * 4 * bool(calls) + ("region",) + ("torch",) * torch
-        self.calls = calls
+        self.calls, self.priced = calls, priced
+        self.policies = BY_PRICE if priced else MAYBE_POLICY
 
     def without_writes(self) -> Kinds:
         """Return the kinds inside of a Function, whose backward runs its body again."""
-        return Kinds(False, False, self.calls, "torch" in self.nested)
+        return Kinds(False, False, self.calls, "torch" in self.nested, self.priced)
 
 
 @st.composite
-def kinds(draw: st.DrawFn) -> Kinds:
+def kinds(draw: st.DrawFn, priced: bool | None = None) -> Kinds:
     """Draw what a program may have; few kinds at once, so that each meets the others often."""
+    if priced is None:
+        priced = draw(st.sampled_from((False, False, True)))
     calls = draw(st.sampled_from(((), ("native",), ("op",), ("handle",), ("native", "op"), tuple(CALLS))))
     writes, state = draw(st.booleans()), draw(st.booleans())
     torch = draw(st.booleans()) and not writes and not state  # torch's misses what a region of it writes
-    return Kinds(writes, state, tuple(name for family in calls for name in CALLS[family]), torch)
+    return Kinds(writes, state, tuple(name for family in calls for name in CALLS[family]), torch, priced)
 
 
 def bodies(allowed: Kinds, depth: int = 2) -> st.SearchStrategy[Body]:
@@ -70,7 +77,7 @@ def bodies(allowed: Kinds, depth: int = 2) -> st.SearchStrategy[Body]:
 def nested(allowed: Kinds, kind: str, depth: int) -> st.SearchStrategy[Step]:
     """Return the strategy of calls or regions."""
     if kind != "call":
-        policy = MAYBE_POLICY if kind == "region" else st.none()
+        policy = allowed.policies if kind == "region" else st.none()
         drawn = st.tuples(PICK, PICK, bodies(allowed, depth - 1), policy)
         return drawn.map(lambda drawn: Step(kind, "", *drawn))
 
@@ -93,11 +100,11 @@ def _changing_an_argument(drawn: tuple[Body, str, int]) -> Body:
 
 
 @st.composite
-def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD) -> Program:
+def programs(draw: st.DrawFn, odds: tuple[str, ...] = ODD, priced: bool | None = None) -> Program:
     """Draw a program; at most one of the odd things named, and a few others, are around it."""
-    allowed = draw(kinds())
+    allowed = draw(kinds(priced))
     around = ("nothing",) * 3 + ("region", "region with policy", "twice") + ("torch",) * ("torch" in allowed.nested)
-    body, policy, options = draw(bodies(allowed)), draw(MAYBE_POLICY), {}
+    body, policy, options = draw(bodies(allowed)), draw(allowed.policies), {}
     options["inputs"] = draw(st.sampled_from(("plain", "plain", "transposed")))
     odd = draw(st.sampled_from(odds))
     if odd == "hooks":

@@ -1,9 +1,10 @@
-"""Memory budgets for regions: everything is kept while there is room, and just enough is evicted when there is not.
+"""Memory budgets for regions: each keeps what is dearest to recompute, as far as the bytes go.
 
-`limit` has what users call; `budget` the object and its context manager; `kept` the regions in it, `counted` their
-bytes by storage, `evict` what of them may go; `steps` notes what happened, for `text` and `pictures`; `reserve` learns
-what backward needs on top; `plan` makes decisions that last; `curve` measures what memory buys. `collectives` says
-which regions communicate; `agreed` has budgets of several ranks, `group` what these ask of each other.
+`limit` has what users call; `budget` the object and its context manager; `price` buys for the regions of a step; `kept`
+is what regions ask and notify, `plain` those that run as plain code, `counted` their bytes by storage; `steps` notes
+what happened, for `text` and `pictures`; `fill` chooses what an offloader gets; `reserve` learns what backward needs on
+top; `plan` makes decisions that last; `curve` shows what memory buys. `agreed` has budgets of several ranks,
+`group` what these ask of each other.
 """
 
 from typing import TYPE_CHECKING

@@ -1,74 +1,79 @@
-"""Budgets over ranks: what is evicted is decided between steps, and is the same on each rank.
+"""Budgets over ranks: what is kept is decided between steps, and is the same on each rank.
 
-In: blocks of a budget with a group, one for each step. Kept: for each bucket of lengths what regions take, and the plan
-that came of it. Out: regions that the plan keeps, and others that keep nothing.
+In: blocks of a budget with a group, one for each step. Kept: for each bucket of lengths what its regions were like, and
+what was bought for them. Out: regions that keep the same on each rank.
 
 NOTE [ How ranks agree ]
 1. No rank decides anything alone. Before the first region of each block all ranks reduce four numbers: a hash of the
    regions of the block before, twice, by how much that block passed the limit, and the bytes of the first region's
    inputs. What the ranks do next follows from the most of each, and from what they have reduced before.
-2. The bytes give a bucket of lengths. A bucket without a plan recomputes everything: that is equal on each rank, and
-   fits if anything does. Replays tell what regions would keep, and their time. After three such blocks, or one if
-   another bucket has its plan, the most of these numbers over the ranks are solved for a plan: no clock, no use counts,
-   of equals the first.
-3. A rank that passes the limit under a plan goes on with it: alone it may evict nothing. The next block of that bucket
-   recomputes everything, and the next plan has that much less room.
+2. The bytes give a bucket of lengths. A bucket for which nothing was bought recomputes everything: that is equal on
+   each rank, and fits if anything does. When the forwards of such a block were recorded on all ranks, these reduce the
+   seconds and bytes of each call: of the most of each number all make the same ladders, and buy the same from them. If
+   ranks have run other calls in a region, or it communicates, it keeps everything or nothing: where calls are skipped,
+   a replay may start over on one rank, whose collectives nobody would join.
+3. A rank that passes the limit goes on: alone it may give nothing up. The next block of that bucket recomputes
+   everything, and what is bought then has that much less room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
-from itertools import accumulate, zip_longest
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from torch_remat.budgets.budget import UNLIMITED, Budget
+from torch_remat.budgets import price
+from torch_remat.budgets.budget import UNLIMITED, Budget, may_be_plain
 from torch_remat.budgets.counted import lock
 from torch_remat.budgets.group import Ranks
-from torch_remat.budgets.kept import Inside, KeptRegion, Owner
-from torch_remat.budgets.plain import Key
-from torch_remat.budgets.plan import Plan
-from torch_remat.budgets.steps import Planned, Row, Step
-from torch_remat.dispatch.options import Keeper, Options
-from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.budgets.kept import Asked, Inside, Owner, bytes_of
+from torch_remat.budgets.plan import Plan, planned_of
+from torch_remat.budgets.price import Part
+from torch_remat.budgets.steps import Row, Step
+from torch_remat.dispatch.options import Begun, Keeper
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import UsageError
+from torch_remat.ladders.kinds import Kind
+from torch_remat.ladders.ladder import Ladder, Rung
+from torch_remat.ladders.record import Record
 
 _MEASURED = 3
-"""So many blocks measure before the first plan."""
-_UNKNOWN = (0.0, 0.0, 0.0, 0.0)
+"""So many blocks record before anything is bought."""
+
+
+class _Bought(NamedTuple):
+    """What one region keeps.
+
+    Attributes:
+        part: What it could keep, by the most of all ranks' numbers.
+        rung: What it keeps.
+        input_bytes: Bytes of its arguments on this rank.
+    """
+
+    part: Part
+    rung: Rung
+    input_bytes: int
 
 
 class _Bucket:
     """What is known of steps of about one length.
 
     Attributes:
-        blocks: How many have measured.
-        rows: The latest row of each region that was measured, by name.
-        numbers: The most fixed bytes, saved bytes and saved tensors of each region in a step, and its time, negative.
-        over: How many bytes plans have passed the limit by, in all.
-        plan: What regions keep; None if that is to be measured.
+        blocks: How many have recorded.
+        over: How many bytes what was bought has passed the limit by, in all.
+        bought: What regions keep, by name and number; None if that is to be recorded.
+        plan: The same as a plan.
         limit: The most that they keep by it.
     """
 
     def __init__(self) -> None:
         self.blocks = self.over = 0
-        self.rows: dict[str, Row] = {}
-        self.numbers: dict[str, Sequence[float]] = {}
+        self.bought: dict[tuple[str, int], _Bought] | None = None
         self.plan: Plan | None = None
         self.limit: float = UNLIMITED
-
-    def measure(self, steps: Iterable[Step]) -> None:
-        """Note what regions took in a block that has recomputed everything: the most bytes, and the least time."""
-        self.blocks += 1
-        for step in steps:
-            for name, rows in step.by_name():
-                self.rows[name] = rows[-1]
-                sums = [sum(getattr(row, field) for row in rows) for field in ("fixed_bytes", "saved_bytes")]
-                found = [*sums, max(row.tensors for row in rows), -sum(row.replay_seconds for row in rows)]
-                self.numbers[name] = [*map(max, found, self.numbers.get(name, found))]
 
 
 class AgreedBudget(Budget):
@@ -87,7 +92,8 @@ class AgreedBudget(Budget):
         self._ranks = ranks
         self._buckets: dict[int, _Bucket] = {}
         self._bucket: _Bucket | None = None
-        self._names: dict[str, None] = {}  # of the regions in the block, in order
+        self._names: list[str] = []  # of the regions in the block, in order
+        self._numbers: Counter[str] = Counter()  # how many have had a name
         self._block = self._first_step = 0
         self._over = 0.0
 
@@ -100,7 +106,7 @@ class AgreedBudget(Budget):
         self._has_failed = kind is not None
         if self._has_failed:
             self._ranks.leave_word(self._block, kind)
-            self._names = {}
+            self._names = []
         self._block += 1
         super().__exit__(kind, *raised)
 
@@ -123,85 +129,128 @@ class AgreedBudget(Budget):
 
     # Between steps.
 
-    def meet(self, leaves: Sequence[Any]) -> None:
-        """Choose the plan, as all ranks do: the first region of a block is about to begin, with these inputs.
+    def meet(self, kind: Kind | None, shapes: Hashable, own: int) -> None:
+        """Choose what is bought, as all ranks do: the first region of a block is about to begin.
+
+        Args:
+            kind: Its kind, if it goes by price.
+            shapes: The shapes of its arguments.
+            own: The bytes of these.
 
         Raises:
             UsageError: The ranks have run other regions.
             RematError: A rank has failed.
         """
         self.is_to_meet = False
-        names, own = list(self._names), sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        names = self._names
         blocks = [self._block] if self._has_failed else [self._block - 1, self._block]
-        digest = int(sha256(repr((self._block, names)).encode()).hexdigest()[:12], 16)
+        digest = _digest((self._block, names))
         first, last, over, size = map(int, self._ranks.most([digest, -digest, self._over, own], blocks))
         if first != -last:
             raise _others([f"block {self._block}", *names], self._ranks)
         if self._bucket is not None and names:
-            self._end_block(self._bucket, names, over, blocks)
+            self._end_block(self._bucket, over, blocks)
         self._bucket = self._buckets.setdefault(bucket_of(size), _Bucket())
-        self._names, self._over = {}, 0.0
+        self._names, self._over = [], 0.0
+        self._numbers.clear()
         with lock:
             self._first_step = self.step_count
             if self.share is not None:
                 self.limit = self._bucket.limit
-            self._begin_step(own)
+            self._begin_step(kind, shapes, own)
 
-    def _end_block(self, bucket: _Bucket, names: Sequence[str], over: int, blocks: Sequence[int]) -> None:
-        """Take what the block before was like, and agree on a plan if it is time; ``over`` is the most of all ranks."""
-        if bucket.plan is not None:
-            if over and any(not entry.evicted_tensors for entry in bucket.plan.values()):
-                bucket.over, bucket.plan = bucket.over + over, None
+    def _end_block(self, bucket: _Bucket, over: int, blocks: Sequence[int]) -> None:
+        """Take what the block before was like, and buy if it is time; ``over`` is the most of all ranks."""
+        if bucket.bought is not None:
+            if over and any(one.rung.acts or one.rung.is_plain for one in bucket.bought.values()):
+                bucket.over, bucket.bought = bucket.over + over, None
             return
-        bucket.measure(list(self.steps)[self._first_step - self.step_count :])
-        if max(one.blocks for one in self._buckets.values()) < _MEASURED:
+        bucket.blocks += 1
+        steps = list(self.steps)[self._first_step - self.step_count :]
+        rows = [row for step in steps for row in step.rows if row.kind is not None]
+        for row in rows:
+            row.look_up()
+            if row.part is not None:  # it was recorded, and kept nothing
+                row.more_bytes = row.kept_bytes - int(row.part.ladder.input_bytes * _scale_of(row))
+        is_known = bool(rows) and all(row.part is not None for row in rows)
+        other = float(sum(step.other_bytes() for step in steps))
+        mine = [float(not is_known), -self.limit, len(rows), -len(rows), other]
+        unknown, least, first, last, other = self._ranks.most(mine, blocks)
+        if unknown or first != -last or max(one.blocks for one in self._buckets.values()) < _MEASURED:
             return
-        mine = [number for name in names for number in bucket.numbers.get(name, _UNKNOWN)]
-        *numbers, least = self._ranks.most([*mine, -self.limit], blocks)
-        fixed, saved, tensors, times = (numbers[first::4] for first in range(4))
-        if self.share is None or self.share >= 1:
-            bucket.limit = -least - bucket.over
-        else:
-            bucket.limit = sum(fixed) + self.share * sum(saved) - bucket.over
-        kept = chosen(fixed, saved, [-time for time in times], bucket.limit)
-        bucket.plan = Plan({}, self._ranks.world)
-        for place, name in enumerate(names):
-            if count := int(tensors[place]):  # one that no backward has come to recomputes everything
-                bucket.plan[name] = Planned(
-                    0 if kept[place] else count, count, int(saved[place]) * kept[place], -times[place] * kept[place]
-                )
+        parts = self._agree(rows, blocks)
+        most = sum(part.bytes_at(len(part.ladder.rungs) - 1) for part in parts) + other
+        fixed = sum(part.bytes_at(0) for part in parts) + other
+        bucket.limit = -least if self.share is None or self.share >= 1 else fixed + self.share * (most - fixed)
+        choice = price.choose(parts, bucket.limit - bucket.over - other, self.share is None)
+        bucket.bought = {
+            (row.name, row.number): _Bought(part, part.ladder.rungs[at], row.input_bytes)
+            for row, part, at in zip(rows, parts, choice.rungs, strict=True)
+        }
+        bucket.plan = _plan_of(bucket.bought, self._ranks)
+
+    def _agree(self, rows: Sequence[Row], blocks: Sequence[int]) -> list[Part]:
+        """Return what regions can keep, by the most of all ranks' numbers."""
+        records = [row.part.ladder.record for row in rows if row.part is not None]
+        digests = [_digest(_structure(record)) for record in records]
+        told = [
+            (digest, -digest, bool(row.kind and row.kind.communicates), record.is_named)
+            for row, record, digest in zip(rows, records, digests, strict=True)
+        ]
+        found = iter(self._ranks.most([float(number) for one in told for number in one], blocks))
+        known, compared, mine = [], [], list[float]()
+        for row, record in zip(rows, records, strict=True):
+            first, last, communicates, is_named = (next(found) for _ in range(4))
+            is_same = first == -last and not communicates
+            compared.append(record if is_same else _ends_of(record, bool(is_named)))
+            known.append(int(first) if is_same else 0)
+            mine += [*_numbers(compared[-1], _scale_of(row)), row.more_bytes]
+        most = iter(self._ranks.most(mine, blocks))
+        parts, ladders = [], dict[Any, Ladder]()
+        for row, record, digest in zip(rows, compared, known, strict=True):
+            numbers = [next(most) for _ in range(_count(record))]
+            fixed = ((), ()) if row.fixed is None else (tuple(row.fixed.decisions), tuple(row.fixed.left_out))
+            key = digest, record.is_named, tuple(numbers), fixed
+            if (ladder := ladders.get(key)) is None:
+                ladder = ladders[key] = Ladder(_with_numbers(record, numbers), *fixed)
+            parts.append(Part(ladder, 1.0, int(next(most))))
+        return parts
 
     # What regions ask.
 
-    def runner(self, key: Key) -> Callable[..., Any] | None:
-        """Return what runs a region without holders; None if it has some, or keeps nothing."""
-        name: str = key[0]
-        self._names.setdefault(name)
-        return super().runner(key) if self._keeps(name) else None
+    def begin(self, asked: Asked) -> Begun:
+        """Say what a region keeps that is about to begin."""
+        if self.is_to_meet:
+            self.meet(asked.kind, asked.shapes, bytes_of(asked.leaves))
+        name, bucket = asked.name, self._bucket
+        number = self._numbers[name]
+        self._numbers[name] += 1
+        self._names.append(name)
+        row = Row(name, asked.kind, number, asked.shapes, asked.options.functions)
+        bought = None if bucket is None or bucket.bought is None else bucket.bought.get((name, number))
+        if bought is None:
+            return Begun(asked.kind, asked.shapes, is_new=asked.kind.is_new(asked.shapes), entry=row)
+        part, row.rung, before = bought
+        row.part = part._replace(scale=bytes_of(asked.leaves) / before if before else 1.0)
+        if row.is_plain and may_be_plain(asked):
+            with lock:
+                self.forget_dead()
+                return Begun(asked.kind, asked.shapes, row.rung, run=self._plain_region(asked, row).run)
+        if row.is_plain:
+            row.rung = next(rung for rung in reversed(part.ladder.rungs) if not rung.is_plain)
+        return Begun(asked.kind, asked.shapes, row.rung if row.rung.acts else None, entry=row)
 
-    def add(self, kept: KeptRegion) -> None:
-        """Take a region that begins: it keeps all, or nothing."""
-        self._names.setdefault(kept.row.name)
-        self.take(kept)
-        if not self._keeps(kept.row.name):
-            bucket = self._bucket
-            kept.begin_empty(None if bucket is None or bucket.plan is None else bucket.rows.get(kept.row.name))
-        if self.ledger.total > self.limit:
-            self.make_room()
+    def note_name(self, name: str) -> None:
+        """Note a region that does not go by price."""
+        self._names.append(f"{name} (not by price)")
 
-    def make_room(self, more: int = 0) -> None:
-        """Note by how much the limit is exceeded: evicting something is not for this rank to decide."""
-        if self._changed:
-            self._changed = False
-            self.refresh()
-        over = self.ledger.total + more - self.limit
-        if over > self._over:
-            self._over = over
-            self.note_too_much()
+    def make_room(self) -> None:
+        """Note by how much the limit is exceeded: giving something up is not for this rank to decide."""
+        self._over = max(self._over, self.ledger.total - self.limit)
+        self.note_too_much()
 
-    def _keeps(self, name: str) -> bool:
-        plan = None if self._bucket is None else self._bucket.plan
-        return plan is not None and name in plan and not plan[name].evicted_tensors
+    def _like(self) -> tuple[Step | None, float]:
+        return None, 1.0  # ranks have bought together
 
 
 class _Inside(Inside):
@@ -213,20 +262,79 @@ class _Inside(Inside):
         super().__init__(registers)
         self._budget = budget
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a function as plain autograd; None for one that runs as a region."""
-        if self._budget.is_to_meet:
-            self._budget.meet(leaves_of(args, kwargs))
-        return super().runner(options, function, args, kwargs)
+    def keeper(self, region: Region, begun: Begun | None) -> Keeper | None:
+        """Return what counts a region."""
+        if begun is None or begun.entry is None:  # it does not go by the price of this budget
+            if self._budget.is_to_meet:
+                assert region.inputs is not None
+                self._budget.meet(None, None, bytes_of(region.inputs.given))
+            if region.options.price is None:  # else it may be plain code, on one rank alone
+                self._budget.note_name(region.name)
+        return super().keeper(region, begun)
 
-    def begin(self, region: Region) -> Keeper | None:
-        """Return what keeps a region's saved tensors."""
-        if self._budget.is_to_meet:
-            assert region.inputs is not None
-            self._budget.meet(region.inputs.given)
-        return super().begin(region)
+
+def _digest(value: object) -> int:
+    return int(sha256(repr(value).encode()).hexdigest()[:12], 16)
+
+
+def _structure(record: Record) -> object:
+    """Return what is equal for records whose numbers can be compared."""
+    steps = [
+        (step.name, step.number, step.reads, step.writes, step.results, step.random, step.saves)
+        for step in record.steps
+    ]
+    return steps, len(record.sizes), sorted(record.saved), sorted(record.inputs), record.is_hidden, record.is_named
+
+
+def _scale_of(row: Row) -> float:
+    """Return how much larger a region is than the one that was recorded for it: of some shapes no forward was."""
+    assert row.part is not None
+    assert row.kind is not None
+    return 1.0 if row.kind.knows(row.shapes) else row.input_bytes / (row.part.ladder.input_bytes or 1)
+
+
+def _numbers(record: Record, scale: float) -> list[float]:
+    """Return the bytes and nanoseconds of a record, for a region that is larger."""
+    numbers = record.whole_bytes, record.whole_ns, *record.sizes, *(step.ns for step in record.steps)
+    return [number * scale for number in numbers]
+
+
+def _count(record: Record) -> int:
+    """Return how many numbers a record has."""
+    return 2 + len(record.sizes) + len(record.steps)
+
+
+def _ends_of(record: Record, is_named: bool) -> Record:
+    """Return a record of the same region with no more than what it keeps as plain code, and how long it takes."""
+    size = sum(record.sizes[unit] for unit in record.inputs)
+    return Record(
+        sizes=[size],
+        writers=[[]],
+        inputs={0},
+        whole_bytes=record.whole_bytes,
+        whole_ns=record.whole_ns,
+        is_hidden=True,
+        is_named=is_named,
+    )
+
+
+def _with_numbers(record: Record, numbers: Sequence[float]) -> Record:
+    """Return a record with the numbers of all ranks."""
+    whole_bytes, whole_ns, *others = map(int, numbers)
+    sizes, times = others[: len(record.sizes)], others[len(record.sizes) :]
+    steps = [replace(step, ns=ns) for step, ns in zip(record.steps, times, strict=True)]
+    return replace(record, steps=steps, sizes=sizes, whole_bytes=whole_bytes, whole_ns=whole_ns)
+
+
+def _plan_of(bought: Mapping[tuple[str, int], _Bought], ranks: Ranks) -> Plan:
+    """Return what was bought as a plan."""
+    names: dict[str, list[Row]] = {}
+    for (name, _), (part, rung, input_bytes) in bought.items():
+        row = Row(name)
+        row.part, row.rung, row.kept_bytes = part, rung, int(rung.bytes) + part.more_bytes
+        row.input_bytes = input_bytes
+        names.setdefault(name, []).append(row)
+    return Plan({name: planned_of(rows) for name, rows in names.items()}, ranks.world)
 
 
 def bucket_of(size: int) -> int:
@@ -238,35 +346,6 @@ def bucket_of(size: int) -> int:
     """
     bits = size.bit_length()
     return 4 * bits + (size >> bits - 3 & 3 if bits > 2 else 0)
-
-
-def chosen(fixed: Sequence[float], saved: Sequence[float], seconds: Sequence[float], limit: float) -> list[bool]:
-    """Return which regions keep all, so that the least time is recomputed, as far as the greedy choice finds it.
-
-    The regions are in the order of forward. While backward goes down them, one that keeps nothing is filled again.
-
-    Args:
-        fixed: What each region keeps in any case, in bytes.
-        saved: What it keeps besides, if it keeps all.
-        seconds: How long its replay takes.
-        limit: The most that all keep at any moment, in bytes.
-
-    Example:
-        >>> chosen([1, 1, 1], [6, 4, 6], [3.0, 1.0, 3.0], 13)
-        [False, True, True]
-    """
-    kept = [False] * len(fixed)
-
-    def most() -> float:
-        """Return the most that regions keep at once: after forward, or when one of them is filled again."""
-        sums = accumulate(one + other * keeps for one, other, keeps in zip(fixed, saved, kept, strict=True))
-        filled = (other * (not keeps) for other, keeps in zip(saved, kept, strict=True))
-        return max(map(float.__add__, map(float, sums), map(float, filled)), default=0.0)
-
-    for place in sorted(range(len(fixed)), key=lambda place: (-seconds[place] / (saved[place] or 1), place)):
-        kept[place] = True
-        kept[place] = most() <= limit
-    return kept
 
 
 def _others(mine: list[str], ranks: Ranks) -> UsageError:

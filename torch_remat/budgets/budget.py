@@ -1,7 +1,17 @@
-"""`Budget`: regions keep everything while there is room.
+"""`Budget`: regions keep what is dearest to recompute, as far as the bytes go.
 
-In: regions, whose forward runs inside of the block. Kept: weak references to what they keep, and what happened. Out:
-holders emptied, where the sum would pass the limit.
+In: regions, whose forward runs inside of the block. Kept: weak references to them, what happened, and what was bought.
+Out: for each region what it keeps.
+
+NOTE [ How a budget is spent ]
+1. The first forwards of a kind of region keep nothing and are recorded: no step keeps more than full checkpointing does
+   before it is known what there is to keep.
+2. When a step begins, what the latest step with these shapes has shown of its regions is bought anew (`price.choose`);
+   of shapes that were not there yet the latest step is asked, in proportion to the first region's arguments.
+   What a region kept besides its rung, or less, since others hold its arguments, is added from the step before.
+3. Where everything of a region is bought it runs as plain code, and is counted by what its ladder knows.
+4. What was bought for other shapes may be too much. Then a region that begins takes a lower rung, and if that is not
+   enough, of regions whose backward has not come what is cheapest to recompute is evicted.
 """
 
 from __future__ import annotations
@@ -9,31 +19,28 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import Token
-from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch_remat._compat import (
-    accelerator_type,
-    after_backward,
-    graph_task,
-)
+from torch_remat._compat import accelerator_type, after_backward, graph_task
 from torch_remat._storages import Ledger
 from torch_remat._text import format_bytes
-from torch_remat.budgets.counted import Counted, lock
-from torch_remat.budgets.evict import Offer, score
+from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Inside, KeptRegion, Owner, registers_around
-from torch_remat.budgets.plain import Fitting, Key, PlainBytes, PlainRegion
+from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, bytes_of, plain_region, registers_around
+from torch_remat.budgets.plain import PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
+from torch_remat.budgets.price import Choice, Part, choose, rung_at
 from torch_remat.budgets.reserve import Reserve
-from torch_remat.budgets.steps import Eviction, Row, Step
+from torch_remat.budgets.steps import Lowering, Row, Step
 from torch_remat.budgets.text import format_budget, format_head
-from torch_remat.dispatch.options import Keeping, keeping
+from torch_remat.dispatch.options import Begun, Keeping, is_watched, keeping, observers
 from torch_remat.errors import RematWarning, UsageError, user_line
+from torch_remat.ladders.kinds import Kind
+from torch_remat.ladders.ladder import Ladder, Rung
 from torch_remat.reports.report import Data, Pictured
 
 if TYPE_CHECKING:
@@ -41,16 +48,37 @@ if TYPE_CHECKING:
 
 _STEPS = 64
 """How many steps a budget remembers."""
-_NAMES = 4096
-"""Of how many regions it is known what was evicted."""
-_NEARLY = 0.9
-"""A region of which more than this share was evicted in two steps begins empty in the next."""
-_LOOK = 32
-"""One step in so many begins with nothing known."""
-_QUIET = 2
-"""After so many steps without an eviction, regions run without holders."""
+_SHAPES = 256
+"""Of so many shapes of a step's first region it is known what the step was like."""
+_MORE = 2**14
+"""Of so many regions it is known what they keep besides their rungs."""
 UNLIMITED = 2**62
 """The bytes of a budget without a limit."""
+
+
+# What steps were like, of all budgets, since many make one anew for each step: by the kind of the first region, and the
+# shapes of its arguments, the latest whole step, and the bytes of these. And what a region kept besides its rung.
+_known: dict[tuple[Kind, Hashable], tuple[Step, int]] = {}
+_more: dict[tuple[Kind, int], int] = {}
+
+
+def forget_steps() -> None:
+    """Forget what steps were like; for tests."""
+    _known.clear()
+    _more.clear()
+
+
+def _learn(step: Step) -> None:
+    """Note what the regions of a step can keep, and what they have kept besides."""
+    for row in step.rows:
+        if row.rung is None:  # it was recorded, and kept nothing
+            row.look_up()
+            if row.part is not None:
+                row.more_bytes = row.kept_bytes - row.part.ladder.rungs[0].bytes
+        if row.kind is not None and row.part is not None and not row.is_plain:
+            if len(_more) >= _MORE:
+                _more.clear()
+            _more[row.kind, row.number] = row.more_bytes
 
 
 class _Entry(ref[Any]):
@@ -70,12 +98,12 @@ class Budget(Data, Pictured):
         budget_bytes: The budget.
         share: The budget as a share, which is measured.
         reserve_bytes: How much of it is held in reserve; None learns that on an accelerator.
-        fills: Whether what is to be evicted is offered to the offloader first.
+        fills: Whether what is not bought is offered to the offloader.
 
     Attributes:
         budget_bytes: The budget; of a share, once it is measured.
         share: The budget as a share of what the steps keep without checkpointing; None if it is given in bytes.
-        decides_alone: Whether it evicts by the clock of this process.
+        decides_alone: Whether it decides by the clock of this process.
         reserve_bytes: How much of it is held in reserve now.
         limit: The most that regions are to keep: the budget less the reserve.
         ledger: What they keep.
@@ -88,25 +116,26 @@ class Budget(Data, Pictured):
         self, budget_bytes: int, share: float | None = None, reserve_bytes: int | None = 0, fills: bool = False
     ) -> None:
         self.budget_bytes, self.share = budget_bytes, share
-        self.decides_alone = budget_bytes < UNLIMITED or (share is not None and share < 1)
+        self.decides_alone = budget_bytes < UNLIMITED if share is None else 0 < share < 1
         self.ledger = Ledger(accelerator_type())
         self.steps: deque[Step] = deque(maxlen=_STEPS)
         self._regions: set[_Entry] = set()
         self._dead: deque[_Entry] = deque()
-        self._filler = Filler(budget_bytes)
-        self.offer: Offer | None = self._filler.offer if fills else None
+        self._plain: set[_Entry] = set()
+        self._filler = Filler(budget_bytes) if fills else None
         learns = reserve_bytes is None and share is None and self.ledger.device_type != "cpu"
         self._reserve = Reserve(budget_bytes) if learns else None
         self.reserve_bytes = reserve_bytes or 0
         self.limit: float = self.budget_bytes - self.reserve_bytes
-        self._fitting = Fitting(_QUIET, _LOOK)
-        self._plain: set[_Entry] = set()
-        self._fixed_bytes = 0  # what all regions of the latest step kept in any case
         self._entered = threading.local()
         self.step_count = 0
         self.backward = -1
-        self._changed = False  # whether regions have begun, ended, or were read, since it was last looked
-        self._evicted: dict[tuple[str, int], tuple[int, Row]] = {}  # in how many steps nearly all was, and the latest
+        self._first: tuple[Kind, Hashable, int] | None = None  # the first region of the step, with its bytes
+        self._bought: dict[tuple[Kind, int], tuple[Ladder, Rung]] = {}
+        self._solved: tuple[Any, Choice, dict[tuple[Kind, int], tuple[Ladder, Rung]]] | None = None
+        self._rest_bytes = 0.0  # what regions keep in any case that are still to come in this step
+        self._counts: dict[Kind, int] = {}  # of the regions of this step
+        self._changed = False  # whether backward has come to regions since it was last looked
         self._measured = (0, 0)  # what the step that keeps most keeps without checkpointing, and with all recomputed
         self._warned = self._warned_unused = False
         self._too_much = 0
@@ -138,97 +167,164 @@ class Budget(Data, Pictured):
 
     # What regions ask.
 
-    def add(self, kept: KeptRegion) -> None:
-        """Take a region that begins."""
-        self.take(kept)
-        times, row = self._evicted.get((kept.row.name, kept.row.input_bytes), (0, kept.row))
-        if times > 1 and kept.keeps and len(kept.owners) == 1:
-            self.make_room(row.saved_bytes)  # for its replay
-            kept.begin_empty(row)
-        elif self.ledger.total > self.limit:
-            self.make_room()
+    def begin(self, asked: Asked) -> Begun:
+        """Say what a region keeps that is about to begin."""
+        with lock:
+            self.forget_dead()
+            size = bytes_of(asked.leaves)
+            if self._is_new_step():
+                self._begin_step(asked.kind, asked.shapes, size)
+            kind, shapes = asked.kind, asked.shapes
+            number = self._counts[kind] = self._counts.get(kind, -1) + 1
+            row = Row(asked.name, kind, number, shapes, asked.options.functions)
+            if self.limit > 1 and kind.is_new(shapes):
+                return Begun(kind, shapes, is_new=True, entry=row)
+            row.look_up()
+            if row.part is None:
+                return Begun(kind, shapes, entry=row)
+            scale = 1.0 if kind.knows(shapes) else size / (row.part.ladder.input_bytes or 1)
+            row.part = row.part._replace(scale=scale, more_bytes=_more.get((kind, number), 0))
+            row.rung = self._rung_for(asked, row, row.part)
+            if row.is_plain and may_be_plain(asked) and not is_watched():
+                return Begun(kind, shapes, row.rung, run=self._plain_region(asked, row).run)
+            if row.is_plain:
+                row.rung = next((rung for rung in reversed(row.part.ladder.rungs) if not rung.is_plain), None)
+            return Begun(kind, shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
 
-    def take(self, kept: KeptRegion) -> None:
-        """Count a region from now on."""
+    def _rung_for(self, asked: Asked, row: Row, part: Part) -> Rung:
+        """Return the rung that was bought for a region, or one below it that fits."""
+        assert row.kind is not None
+        rungs = part.ladder.rungs
+        bought = self._bought.get((row.kind, row.number))
+        if bought is not None and bought[0] is part.ladder:
+            rung = bought[1]
+            at = next((at for at, one in enumerate(rungs) if one.bytes >= rung.bytes), len(rungs) - 1)
+        elif self.limit >= UNLIMITED and self.share in (None, 1):
+            rung, at = rungs[-1], len(rungs) - 1
+        elif self.steps[-1].choice is None:  # of a share that is not measured yet, too
+            rung, at = rungs[0], 0
+        else:
+            rung, at = rung_at(part.ladder, self.steps[-1].choice.price)
+        if bought is not None:
+            self._rest_bytes -= bought[0].rungs[0].bytes
+        room = self.limit - self.ledger.total - max(self._rest_bytes, 0)
+        room = min([room, *(owner.limit - owner.ledger.total for owner in asked.owners[1:])])
+        if room < UNLIMITED // 2 and part.bytes_at(at) > room and not rung.away:
+            while at and part.bytes_at(at) > room:
+                at -= 1
+            rung = rungs[at]
+        return rung
+
+    def _plain_region(self, asked: Asked, row: Row) -> PlainRegion:
+        """Count a region that is to run as plain code."""
+        assert row.part is not None
+        row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
+        return plain_region(asked.owners, row)
+
+    def add_plain(self, plain: PlainRegion, row: Row) -> None:
+        """Count a region that runs as plain code."""
+        if self._is_new_step():  # it goes by the price of an inner budget
+            self._begin_step(None, None, row.input_bytes)
+        entry = _Entry(plain, self._dead.append)
+        entry.counted = PlainBytes(self.ledger, row.kept_bytes)
+        self._plain.add(entry)
+        step = self.steps[-1]
+        step.rows.append(row)
+        if self.ledger.total > self.limit:
+            self.make_room()
+        step.note(perf_counter(), self.ledger.total)
+
+    def add(self, kept: KeptRegion) -> None:
+        """Count a region that begins."""
         entry = _Entry(kept, self._dead.append)
         entry.counted = kept.counted
         self._regions.add(entry)
-        self._changed = True
-        if self._is_new_step():
-            self._begin_step(kept.row.input_bytes)
-
-    def runner(self, key: Key) -> Callable[..., Any] | None:
-        """Return what runs a region without holders; None if it has some. See NOTE [ Regions without holders ]."""
-        with lock:
-            self.forget_dead()
-            if self._is_new_step():
-                if (row := self._fitting.latest(key)) is None:
-                    return None
-                self._begin_step(row.input_bytes)
-            if (row := self._fitting.like(key, self.step_count)) is None:
-                return None
-            size = row.fixed_bytes + row.saved_bytes
-            if self.ledger.total + size + self._fixed_bytes > self.limit:
-                return None
-            plain = PlainRegion(self)
-            entry = _Entry(plain, self._dead.append)
-            entry.counted = PlainBytes(self.ledger, size)
-            self._plain.add(entry)
-            step = self.steps[-1]
-            step.rows.append(row)
-            step.note(perf_counter(), self.ledger.total)
-        return plain.run
+        if self._is_new_step():  # it does not go by price, or goes by that of an inner budget
+            self._begin_step(None, None, kept.row.input_bytes)
 
     def _is_new_step(self) -> bool:
         return not self.steps or (self.steps[-1].has_backward and graph_task() < 0)
 
-    def _begin_step(self, scale: int) -> None:
+    def _begin_step(self, kind: Kind | None, shapes: Hashable, size: int) -> None:
+        """Begin a step, whose first region has arguments of so many bytes."""
         last = self.steps[-1] if self.steps else None
         for entry in [entry for entry in self._plain if (plain := entry()) is not None and plain.is_over]:
             self._plain.discard(entry)
             entry.counted.forget()
-        self._fitting.end_step()
-        self._fixed_bytes = 0 if last is None else last.sum_of("fixed_bytes")
-        if self.share is not None and 0 < self.share < 1 and last is not None and self.decides_alone:
-            fixed = last.sum_of("fixed_bytes")
-            self._measured = most, least = max(self._measured, (fixed + last.sum_of("saved_bytes"), fixed))
-            self.limit = self.budget_bytes = self._filler.budget_bytes = least + int(self.share * (most - least))
+        self._first = None if kind is None else (kind, shapes, size)
+        known, scale = self._like()
+        if known is not None:
+            _learn(known)
+        if self.share is not None and 0 < self.share < 1 and known is not None and self.decides_alone:
+            self._measure(known, scale)
         if self._reserve is not None:
             if last is not None:
                 self._reserve.end(last)
-            self.reserve_bytes = self._reserve.begin(scale, last)
+            self.reserve_bytes = self._reserve.begin(size, last)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
-        if last is not None:
-            self._learn(last)
-        self.steps.append(Step(self.limit, perf_counter()))
+        step = Step(self.limit, perf_counter())
+        self._counts, self._bought, self._rest_bytes = {}, {}, 0.0
+        if known is not None and known.is_known and self.limit < UNLIMITED:
+            step.choice, self._bought = self._buy(known, scale)
+            self._rest_bytes = sum(ladder.rungs[0].bytes for ladder, _ in self._bought.values())
+        self.steps.append(step)
         self.step_count += 1
 
-    def _learn(self, step: Step) -> None:
-        """Note what was evicted of each region, so that it begins empty where it would lose all again.
+    def _like(self) -> tuple[Step | None, float]:
+        """Return the step that this one will be like, and by how much this one is larger."""
+        if self._first is None:
+            return None, 1.0
+        kind, shapes, size = self._first
+        if (found := _known.get((kind, shapes))) is not None:
+            return found[0], 1.0
+        known = next((one for (other, _), one in reversed(_known.items()) if other is kind), None)
+        return (None, 1.0) if known is None else (known[0], size / (known[1] or 1))
 
-        That spares filling it and evicting it. Where there is room for it now it begins full: the costliest first.
-        """
-        if self.step_count % _LOOK == 0 or len(self._evicted) > _NAMES:
-            self._evicted.clear()
-        room = self.limit - step.most_bytes
-        for row in sorted(step.rows, key=lambda row: row.evicted_seconds / (row.evicted_bytes or 1), reverse=True):
-            key = row.name, row.input_bytes
-            is_gone = row.evicted_bytes > _NEARLY * row.saved_bytes and not row.offloaded_bytes
-            if row.is_empty_from_start and row.evicted_bytes <= room:
-                is_gone = False
-                room -= row.evicted_bytes
-            self._evicted[key] = (self._evicted.get(key, (0, row))[0] + 1 if is_gone else 0, row)
+    def _measure(self, step: Step, scale: float) -> None:
+        """Find the bytes of a share: of what the steps keep without checkpointing, and with all recomputed."""
+        if self.share is None or not step.is_known:
+            return
+        most = sum(part.ladder.whole_bytes * part.scale + part.more_bytes for part in step.parts()) + step.other_bytes()
+        least = sum(part.bytes_at(0) for part in step.parts()) + step.other_bytes()
+        self._measured = most, least = max(self._measured, (int(most * scale), int(least * scale)))
+        self.limit = self.budget_bytes = least + int(self.share * (most - least))
+
+    def _buy(self, known: Step, scale: float) -> tuple[Choice, dict[tuple[Kind, int], tuple[Ladder, Rung]]]:
+        """Buy for the regions of a step what is dearest to recompute."""
+        rows = [row for row in known.rows if row.part is not None and row.kind is not None]
+        parts = [
+            row.part._replace(
+                scale=row.part.scale * scale, more_bytes=int(_more.get((row.kind, row.number), 0) * scale)
+            )
+            for row in rows
+            if row.part is not None and row.kind is not None
+        ]
+        limit = self.limit - known.other_bytes() * scale
+        asked = [(id(part.ladder), part.scale, part.more_bytes) for part in parts], limit, self._away_bytes()
+        if self._solved is not None and self._solved[0] == asked:
+            return self._solved[1:]
+        choice = choose(parts, limit, self.share is None)
+        bought = {
+            (row.kind, row.number): (part.ladder, part.ladder.rungs[at])
+            for row, part, at in zip(rows, parts, choice.rungs, strict=True)
+            if row.kind is not None
+        }
+        if self._filler is not None:
+            bought |= self._filler.fill(bought, parts)
+        self._solved = asked, choice, bought
+        return choice, bought
+
+    def _away_bytes(self) -> int:
+        """Return how much may be sent away in a step."""
+        return 0 if self._filler is None else self._filler.next_bytes(self.steps)
 
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
         with lock:
-            self._changed = True
             step = self.steps[-1]
             step.rows.append(kept.row)
-            if kept.key is not None:
-                self._fitting.learn(kept.key, kept.row)
             if self.ledger.total > self.limit:
-                self.make_room()  # what its last op had in use
+                self.make_room()
             step.note(perf_counter(), self.ledger.total)
         self._warn_once()
 
@@ -236,13 +332,20 @@ class Budget(Data, Pictured):
         """Backward has come to a region."""
         with lock:
             self.forget_dead()
+            self._changed = True
             step = self.steps[-1]
             if not step.has_backward:
                 step.has_backward, step.forward_bytes = True, self.ledger.total
+                if self._first is not None:
+                    if len(_known) >= _SHAPES:
+                        _known.clear()
+                    _known[self._first[:2]] = step, self._first[2]
             step.note(perf_counter(), self.ledger.total)
             if graph_task() == self.backward:
                 return
             self.backward = graph_task()
+            if self._filler is not None:
+                self._filler.look(value for kept in self.alive() for value in kept.slots())
             if self._reserve is not None:
                 after_backward(self._end_backward)
 
@@ -251,47 +354,59 @@ class Budget(Data, Pictured):
             step = self.steps[-1]
             if self._reserve is not None:
                 self._reserve.end(step)
-            if step.peak_bytes > self.budget_bytes and self.limit <= step.sum_of("fixed_bytes"):
+            if step.peak_bytes > self.budget_bytes and not any(row.rung and row.rung.acts for row in step.rows):
                 self._too_much = step.peak_bytes - self.budget_bytes  # which the next region reports
 
-    def make_room(self, more: int = 0) -> None:
-        """Evict what is best evicted, until the sum and so many bytes are within the limit or nothing is left."""
+    def make_room(self) -> None:
+        """Evict what is cheapest to recompute, until the sum is within the limit or nothing is left."""
         self.forget_dead()
         passed_over: set[KeptRegion] = set()
-        while (needed := self.ledger.total + more - self.limit) > 0:
+        while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                idle = perf_counter() - found.evictable.last
-                if (evicted := found.evictable.evict(self.ledger, int(needed))) is None:
-                    passed_over.add(found)  # another thread has it, or something holds what it would evict
-                    continue
-                step, now = self.steps[-1], perf_counter()
-                step.note(now, self.ledger.total)
-                told = self.ledger.total, evicted.bytes, evicted.seconds, idle
-                step.evictions.append(Eviction(found.row, now - step.begun, *told))
+                self._lower(found, passed_over)
             elif self._changed:
-                self._changed = False  # until the next region begins, only the one that runs can change
+                self._changed = False
                 self.refresh()
             else:
                 break
         self.note_too_much()
 
+    def _lower(self, kept: KeptRegion, passed_over: set[KeptRegion]) -> None:
+        """Evict of a region what its next rung does not keep."""
+        part, before, at = kept.row.part, kept.row.rung, kept.next_rung()
+        assert part is not None
+        assert before is not None
+        total = self.ledger.total
+        if not kept.lower(at):
+            passed_over.add(kept)  # backward is there
+            return
+        step, now = self.steps[-1], perf_counter()
+        step.note(now, self.ledger.total)
+        freed, more_ns = total - self.ledger.total, (part.ladder.rungs[at].ns - before.ns) * part.scale
+        step.lowerings.append(Lowering(kept.row, now - step.begun, self.ledger.total, freed, more_ns / 1e9))
+        for observer in observers:
+            observer.gave_up(kept.region(), freed, self.ledger.total)
+
+    def _cheapest(self, passed_over: set[KeptRegion]) -> KeptRegion | None:
+        """Return the region whose next rung costs least time for its bytes; of equal ones the first."""
+        least, found = 0.0, None
+        for kept in self.alive():
+            if kept in passed_over or (at := kept.next_rung()) < 0:
+                continue
+            part, rung = kept.row.part, kept.row.rung
+            assert part is not None
+            assert rung is not None
+            low = part.ladder.rungs[at]
+            gain = (low.ns - rung.ns) / max(rung.bytes - low.bytes, 1)
+            if found is None or (gain, kept.row.begun) < (least, found.row.begun):
+                least, found = gain, kept
+        return found
+
     def note_too_much(self) -> None:
         """Note by how much the budget is exceeded although everything is recomputed; the next region reports it."""
         if self.ledger.total > self.limit and not self._warned and self.share is None:
-            fixed = {key: self.ledger.sizes[key] for kept in self.alive() for key in kept.counted.fixed}
-            self._too_much = max(self._too_much, sum(fixed.values()) - self.budget_bytes)
-
-    def _cheapest(self, passed_over: Collection[KeptRegion]) -> KeptRegion | None:
-        """Return the region whose prefix has the least score; of equal ones that which is idle for longest."""
-        now, least = perf_counter(), (inf, inf)
-        found: KeptRegion | None = None
-        for kept in self.alive():
-            if kept not in passed_over and (prefix := kept.evictable.prefix(self.ledger)) is not None:
-                last = kept.evictable.last
-                if (worth := (score(prefix, now - last), last)) < least:
-                    least, found = worth, kept
-        return found
+            self._too_much = max(self._too_much, int(self.ledger.total - self.budget_bytes))
 
     def _warn_once(self) -> None:
         """Warn, once, if full recomputation passes the budget, too."""
@@ -347,9 +462,9 @@ class Budget(Data, Pictured):
 
     def summary(self) -> str:
         """Return a line for reports of memory."""
-        evicted = self.steps[-1].sum_of("evicted_bytes") if self.steps else 0
+        again = self.steps[-1].sum_of("recomputed_bytes") if self.steps else 0
         kept = f"{format_bytes(self.ledger.total)} of a budget of {self.told}"
-        return f"by regions: {kept}, {format_bytes(evicted)} evicted in this step"
+        return f"by regions: {kept}, {format_bytes(again)} recomputed in this step"
 
     def state(self) -> tuple[int, int, int] | None:
         """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
@@ -357,10 +472,12 @@ class Budget(Data, Pictured):
 
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""
+        self._look_up()
         return format_budget(self, self._last_step())
 
     def to_dict(self) -> dict[str, Any]:
         """Return what happened as plain data: the budget, and the latest steps with their regions."""
+        self._look_up()
         return {
             "budget_bytes": self.budget_bytes,
             "share": self.share,
@@ -372,10 +489,19 @@ class Budget(Data, Pictured):
         }
 
     def draw(self) -> Figure:
-        """Draw the last whole step: what regions kept, against the budget, and which was evicted when and why."""
+        """Draw what memory buys: the time of replays by kept bytes, with the point where this budget stands.
+
+        Raises:
+            UsageError: It is not known yet what the regions can keep.
+        """
         from torch_remat.budgets.pictures import draw_budget
 
-        return draw_budget(self, self._last_step())
+        step = self._last_step()
+        if step is None or not step.is_known:
+            raise UsageError(
+                "budget.plot() needs steps", remedy="Run some steps in the block before: the first ones are recorded."
+            )
+        return draw_budget(self, step)
 
     def plan(self) -> Plan:
         """Return the decisions of a step as a plan: of the latest of those whose regions would keep most.
@@ -390,8 +516,27 @@ class Budget(Data, Pictured):
             )
         return plan_of(step)
 
+    def _look_up(self) -> None:
+        """Find what the regions could have kept that were recorded, for reports."""
+        with lock:
+            for step in self.steps:
+                for row in step.rows:
+                    row.look_up()
+
     def _last_step(self) -> Step | None:
         return next((step for step in reversed(self.steps) if step.has_backward), None)
+
+
+def may_be_plain(asked: Asked) -> bool:
+    """Whether a region may run as plain code: its options ask for no more."""
+    options = asked.options
+    return not (
+        options.context_fn is not None
+        or options.determinism_check != "default"
+        or options.debug
+        or options.offload_inputs
+        or (options.functions is not None and any(one.offloads for one in options.functions.decisions.values()))
+    )
 
 
 def _warn(text: str) -> None:

@@ -1,53 +1,83 @@
-"""What is to be evicted is offered to an offloader first, as long as that keeps up.
+"""What is not bought is offered to an offloader, as far as transfers keep up: first what is dearest to recompute.
 
-In: a saved tensor that a budget is about to evict. Kept: by its region, what stands for it; here weak references, to
-know what has not left yet. Out: the same, or None if the tensor is to be evicted.
+In: what was bought for the regions of a step. Kept: how many bytes a step may send away. Out: for some regions a higher
+rung, whose calls that were not bought leave the device.
 """
 
 from __future__ import annotations
 
-from weakref import ref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.region.region import Region
+from torch_remat.budgets.price import Part, gain
+from torch_remat.budgets.steps import Step
+from torch_remat.ladders.ladder import Ladder, Rung
 from torch_remat.offload.sender import Offloaded
 
 _SHARE = 8
-"""Of the budget, one part in so many may be on its way: that much is counted as gone and is not yet."""
-
-
-class _Sent(ref[Offloaded]):
-    """What was sent and may still be here."""
-
-    __slots__ = ()
+"""Of the budget, one part in so many may be sent away in the first step, and may be on its way when backward begins."""
 
 
 class Filler:
-    """Offers tensors of one budget.
+    """Chooses what one budget sends away.
 
-    Attributes:
+    Args:
         budget_bytes: The budget.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self._leaving: list[_Sent] = []
+        self._least = max(budget_bytes // _SHARE, 1)
+        self._bytes = self._least
+        self._rungs: dict[tuple[int, int], tuple[Rung, Rung, Rung]] = {}
 
-    def offer(self, region: Region, place: int, tensor: Tensor) -> Offloaded | None:
-        """Send a tensor away; None if it stays, or if too much has not left yet."""
-        if tensor.is_sparse or self._bytes_leaving() + tensor.nbytes > self.budget_bytes // _SHARE:
-            return None
-        with torch.no_grad(), without_dispatch_modes():
-            away = region.sender().send(tensor, None, f"saved tensor {place}", "residual")
-        if away is not None and away.transfer.copy.told("still_here") is not None:
-            self._leaving.append(_Sent(away))
-        return away
+    def next_bytes(self, steps: Sequence[Step]) -> int:
+        """Return how many bytes may be sent away in a step."""
+        return self._bytes
 
-    def _bytes_leaving(self) -> int:
-        leaving = [(sent, away) for sent in self._leaving if (away := sent()) is not None]
-        here = [(sent, away) for sent, away in leaving if isinstance(away.transfer.copy.told("still_here"), Tensor)]
-        self._leaving = [sent for sent, _ in here]
-        return sum(away.transfer.copy.bytes for _, away in here)
+    def look(self, values: Iterable[Any]) -> None:
+        """Look, when backward begins, whether what was sent has left: then the next step may send more, else less.
+
+        Args:
+            values: What regions hold of their calls.
+        """
+        away = [value for value in values if isinstance(value, Offloaded)]
+        if not away:
+            return
+        here = sum(one.transfer.copy.bytes for one in away if isinstance(one.transfer.copy.told("still_here"), Tensor))
+        self._bytes = max(self._bytes * 2, 1) if here <= self._least else max(self._bytes // 2, self._least)
+        self._bytes = min(self._bytes, 4 * sum(one.transfer.copy.bytes for one in away))
+
+    def fill(self, bought: Mapping[Any, tuple[Ladder, Rung]], parts: Sequence[Part]) -> dict[Any, tuple[Ladder, Rung]]:
+        """Return the regions that get a higher rung, with it."""
+        at = {key: ladder.rungs.index(rung) for key, (ladder, rung) in bought.items()}
+        steps = sorted(
+            (-gain(part, rung), place, rung, key)
+            for place, (key, part) in enumerate(zip(bought, parts, strict=True))
+            for rung in range(at[key], len(part.ladder.rungs) - 1)
+        )
+        left, found = float(self._bytes), dict[Any, tuple[Ladder, Rung]]()
+        for _, place, rung, key in steps:
+            ladder, low = bought[key]
+            high = ladder.rungs[rung + 1]
+            more = (high.bytes - ladder.rungs[rung].bytes) * parts[place].scale
+            if high.is_plain or at[key] != rung or more > left:
+                continue
+            left, at[key] = left - more, rung + 1
+            found[key] = ladder, self._away(low, high)
+        return found
+
+    def _away(self, low: Rung, high: Rung) -> Rung:
+        """Return a rung whose calls leave the device that a lower one does not keep; it takes the lower one's bytes."""
+        known = self._rungs.get((id(low), id(high)))
+        if known is None or known[0] is not low or known[1] is not high:
+            away = frozenset(
+                (function, number)
+                for function, numbers in high.acts.items()
+                for number in numbers
+                if number not in low.acts.get(function, ())
+            )
+            known = self._rungs[id(low), id(high)] = low, high, replace(high, bytes=low.bytes, away=away)
+        return known[2]

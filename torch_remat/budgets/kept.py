@@ -1,8 +1,7 @@
-"""Regions in a budget: what the runtime asks of each of them, from forward to backward, and how they get there.
+"""Regions in a budget: what the runtime asks before one begins, and what it notifies from forward to backward.
 
-In: regions whose forward begins in a block of `budget`, or by a plan; each of their saved tensors. Kept: weak
-references, and what was counted for a region, so that it is taken off when that is gone; holders own their values. Out:
-full holders, the bytes that all regions keep now, and what happened, for reports.
+In: regions that begin in a block of `budget`, or by a plan. Kept: weak references, and what was counted for a region.
+Out: what a region keeps by price, the bytes that all regions keep now, and what happened, for reports.
 
 What the author decides stays: what is saved by name or by a policy is counted and never evicted, and what is named
 RECOMPUTE is never kept. A region with a policy for its ops keeps what that saves, and nothing else.
@@ -10,26 +9,33 @@ RECOMPUTE is never kept. A region with a policy for its ops keeps what that save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor
 
-from torch_remat._compat import collective_counter, sequence_number
-from torch_remat._storages import Ledger
-from torch_remat.budgets.collectives import Collectives
+from torch_remat._compat import collective_counter, graph_task
+from torch_remat._storages import Ledger, parts_of
 from torch_remat.budgets.counted import Counted, lock
-from torch_remat.budgets.evict import Evictable, Offer
-from torch_remat.budgets.plain import Key, key_of, key_of_call
-from torch_remat.budgets.steps import Planned, Row
-from torch_remat.dispatch.holder import Holder
-from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.options import Keeper, Keeping, Options, keeping
-from torch_remat.dispatch.region.forward import Recording
+from torch_remat.budgets.plain import PLAIN, PlainRegion
+from torch_remat.budgets.steps import Row
+from torch_remat.dispatch.call.collectives import Collectives
+from torch_remat.dispatch.call.lowering import lower
+from torch_remat.dispatch.naming import default_name
+from torch_remat.dispatch.options import Begun, Keeper, Keeping, Options, keeping
 from torch_remat.dispatch.region.region import Region
-from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.errors import UsageError
+from torch_remat.ladders.kinds import Kind
+from torch_remat.ladders.ladder import Rung
+
+
+class PlannedRegion(Protocol):
+    """What a plan says of a region."""
+
+    def rung(self) -> Rung:
+        """Return what it keeps."""
 
 
 class Owner(Protocol):
@@ -37,17 +43,17 @@ class Owner(Protocol):
 
     ledger: Ledger
     limit: float
-    offer: Offer | None
+    backward: int
     decides_alone: bool
 
-    def runner(self, key: Key) -> Callable[..., Any] | None:
-        """Return what runs a region without holders; None if it has some."""
+    def begin(self, asked: Asked) -> Begun:
+        """Say what a region keeps that is about to begin."""
 
     def add(self, kept: KeptRegion) -> None:
-        """Take a region that begins."""
+        """Count a region that begins."""
 
-    def make_room(self) -> None:
-        """The sum has passed the limit."""
+    def add_plain(self, plain: PlainRegion, row: Row) -> None:
+        """Count a region that runs as plain code."""
 
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
@@ -59,100 +65,89 @@ class Owner(Protocol):
         """Take off what was counted for regions that are gone."""
 
 
+def bytes_of(leaves: Sequence[Any]) -> int:
+    """Return the bytes of the tensors among the leaves of a region's arguments."""
+    return sum(part.nbytes for leaf in leaves if isinstance(leaf, Tensor) for part in parts_of(leaf))
+
+
+class Asked:
+    """A region that is about to begin, and what it asks.
+
+    Attributes:
+        options: Its options.
+        function: What it runs.
+        leaves: The leaves of its arguments.
+        kind: Its kind.
+        shapes: The shapes of its arguments.
+        owners: The budgets around it, innermost first.
+    """
+
+    __slots__ = ("function", "kind", "leaves", "options", "owners", "shapes")
+
+    def __init__(
+        self,
+        options: Options,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        kind: Kind,
+        shapes: Hashable,
+        owners: Sequence[Any],
+    ) -> None:
+        self.options, self.function, self.leaves = options, function, leaves
+        self.kind, self.shapes, self.owners = kind, shapes, owners
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.options.region_name or default_name(self.function)
+
+
 class KeptRegion:
     """The keeper of one region.
 
     Args:
         region: The region.
         owners: The budget, and those around it; none for one that runs by a plan alone.
-        always_empty: How many of its first saved tensors are never kept.
+        row: What reports know of it.
 
     Attributes:
-        keeps: Whether it fills holders.
         counted: What is counted for it.
-        evictable: What may be evicted of it.
-        row: What reports know of it.
-        key: What is equal for regions that keep the same; None if it cannot be without holders.
         collectives: Sees whether it communicates; None where that is allowed, or there is nobody.
     """
 
-    __slots__ = ("__weakref__", "_always_empty", "_empty", "_like", "_measures", "_recomputed", "collectives",
-                 "counted", "evictable", "keeps", "key", "owners", "region", "row")  # fmt: skip
+    __slots__ = ("__weakref__", "collectives", "counted", "owners", "region", "row")
 
-    def __init__(self, region: Region, owners: Sequence[Owner], always_empty: int) -> None:
+    def __init__(self, region: Region, owners: Sequence[Owner], row: Row) -> None:
         self.region = ref(region)
         self.owners = owners
-        self.keeps = region.options.chosen is None and not _is_watched()
-        self.counted = Counted(region, [owner.ledger for owner in owners], self.keeps)
-        self.row = Row(region.name, self.counted.input_bytes)
-        self.evictable = Evictable(region, self.counted, self.row, owners[0].offer if owners else None)
-        self._always_empty = always_empty
-        self._empty: set[int] = set()  # the places of saved tensors that are never kept
-        self._like: Row | None = None
-        self._measures = False
-        self._recomputed = _Recomputed()
+        self.row = row
+        self.counted = Counted(region, [owner.ledger for owner in owners])
+        assert region.inputs is not None
+        row.begun, row.input_bytes = perf_counter(), bytes_of(region.inputs.given)
         self.collectives: Collectives | None = None
-        self.key: Key | None = None
-        if self.keeps and len(owners) == 1 and not always_empty and current_mode() is None:
-            assert region.inputs is not None
-            self.key = key_of(region.name, region.function, region.inputs.given)
 
-    def begin_empty(self, like: Row | None) -> None:
-        """Keep nothing, as outside of a budget, like the region with this row; None has its replays measured."""
-        self._measures = self.keeps and like is None
-        self.keeps = self.counted.fills = False
-        self.key = None
-        self._like = like
-
-    # What the runtime asks.
-
-    def note(self, ops: Any) -> None:
-        """Take note of a saved tensor, and when it was made."""
-        stamps = self.evictable.stamps
-        if len(stamps) < self._always_empty or (ops is not None and self._recomputed.saves(ops)):
-            self._empty.add(len(stamps))
-        stamps.append(perf_counter())
-
-    def keep(self, entry: ref[Holder], value: Tensor | None) -> None:
-        """Give a holder its value, unless it is to be empty."""
-        counted = self.counted
-        if self.collectives is not None and value is not None and type(value) is not Tensor:
-            self.collectives.saw(type(value))
-        with lock:
-            holder = entry()
-            if holder is None or value is None or len(counted.refs) in self._empty:
-                counted.add_empty(entry)
-                return
-            holder.value = value
-            self.row.saved_bytes += counted.add(holder, entry, value)
-            for owner in self.owners:
-                if owner.ledger.total > owner.limit:
-                    owner.make_room()
+    # What the runtime notifies.
 
     def finish(self) -> None:
         """Forward is over."""
-        region, row, evictable = self.region(), self.row, self.evictable
+        region, row = self.region(), self.row
         assert region is not None
         if self.collectives is not None:
-            self.collectives.raise_if_any()
+            found = self.collectives.found() or (region.kind.communicates if region.kind is not None else "")
+            if found:
+                raise _refuse(row.name, found)
+        row.forward_seconds = perf_counter() - row.begun
         with lock:
-            self.counted.end(region)
-            row.fixed_bytes = self.counted.fixed_bytes
-            row.tensors = len(self.counted.keys)
-            if region.tape.records:
-                self.key = None
-            if self._like is not None:
-                row.again(self._like)
-            evictable.look_anew()
-            evictable.last = perf_counter()
-        row.begun, row.forward_seconds = evictable.begun, evictable.last - evictable.begun
+            self.counted.count(region)
+            row.kept_bytes = self.counted.bytes
+            if row.rung is not None and row.part is not None:
+                row.more_bytes = row.kept_bytes - int(row.rung.bytes * row.part.scale)
         for owner in self.owners:
             owner.finished(self)
 
     def reach(self) -> None:
-        """Backward has come to the region: what an offloader has is needed now, and the rest is replayed."""
-        self.row.reached = self.evictable.last = perf_counter()
-        self.evictable.bring_back()
+        """Backward has come to the region."""
+        self.row.reached = perf_counter()
         for owner in self.owners:
             owner.reached()
 
@@ -162,53 +157,49 @@ class KeptRegion:
         try:
             replay()
         finally:
-            self.evictable.last = perf_counter()
-            self.row.replay_seconds += self.evictable.last - begin
+            self.row.replay_seconds += perf_counter() - begin
             self.row.replays += 1
-        if self._measures and (region := self.region()) is not None:
-            self.row.filled(*self.counted.filled(region))
 
     # What its budgets ask.
 
     def refresh(self) -> None:
-        """Compare what is counted with what is there."""
-        self.counted.refresh(self.region())
-        self.evictable.look_anew()
+        """Compare what is counted with what is there: nodes die, replays fill, backwards release."""
+        region = self.region()
+        if region is not None and (region.finished or region.inputs is None):
+            self.counted.count(region)
 
+    def slots(self) -> list[Any]:
+        """Return what it holds of its calls."""
+        region = self.region()
+        calls = () if region is None else region.tape.functions.values()
+        return [slot.kept for call in calls for slot in call.kept.values()]
 
-class _Recomputed:
-    """Finds which tensors an op saves that its author named RECOMPUTE."""
+    def next_rung(self) -> int:
+        """Return the number of the rung below; -1 if there are no more, or backward has come."""
+        region, row = self.region(), self.row
+        if (
+            row.part is None
+            or row.rung is None
+            or row.rung.away
+            or row.reached
+            or region is None
+            or not region.finished
+        ):
+            return -1
+        return row.part.ladder.rungs.index(row.rung) - 1
 
-    __slots__ = ("_number", "_record")
-
-    def __init__(self) -> None:
-        self._record: Any = None
-        self._number = -1
-
-    def saves(self, ops: Any) -> bool:
-        """Whether the tensor that the tape has noted last is one of these: asked of each in a region with ops."""
-        if ops.recomputing:
-            return True
-        tape = ops.region.tape
-        record = next(reversed(tape.records.values()), None)
-        if record is None or record.policy is not CheckpointPolicy.RECOMPUTE:
+    def lower(self, rung: int) -> bool:
+        """Keep what a lower rung keeps; return whether it could be."""
+        region, row = self.region(), self.row
+        assert row.part is not None
+        lowered = row.part.ladder.rungs[rung]
+        if region is None or graph_task() >= 0 or not lower(region, lowered.acts):
             return False
-        if record is self._record:
-            return sequence_number() == self._number
-        # The body of an op with a handle saves nothing itself. What is saved first after it began is its own.
-        self._record = record
-        self._number = sequence_number() if record.start == len(tape.saved) - 1 else -1
-        return self._number >= 0
-
-
-def _is_watched() -> bool:
-    """Whether an enclosing region compares ops: its replay would find those of another backward inside."""
-    mode = current_mode()
-    while mode is not None:
-        if isinstance(mode, Recording) and mode.ops is not None and mode.ops.watch is not None:
-            return True
-        mode = mode.parent
-    return False
+        before = self.counted.bytes
+        self.counted.count(region)
+        row.lowered_bytes += max(before - self.counted.bytes, 0)
+        row.rung, row.kept_bytes = lowered, self.counted.bytes
+        return True
 
 
 class Inside:
@@ -221,40 +212,79 @@ class Inside:
 
     __slots__ = ("_count", "plan", "registers")
 
-    def __init__(self, registers: Sequence[Owner], plan: Mapping[str, Planned] | None = None) -> None:
+    def __init__(self, registers: Sequence[Owner], plan: Mapping[str, PlannedRegion] | None = None) -> None:
         self.registers = registers
         self.plan = plan
         self._count = collective_counter() if any(one.decides_alone for one in registers) else None
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a function as plain autograd; None for one that runs as a region."""
-        if (
-            self.plan is not None
-            or len(self.registers) != 1
-            or (key := key_of_call(options, function, args, kwargs)) is None
-        ):
-            return None
-        return self.registers[0].runner(key)
+    def begin(
+        self, options: Options, function: Callable[..., Any], leaves: Sequence[Any], kind: Kind, shapes: Hashable
+    ) -> Begun:
+        """Say what a region keeps that is about to begin."""
+        asked = Asked(options, function, leaves, kind, shapes, self.registers)
+        planned = None if self.plan is None else self.plan.get(asked.name)
+        if planned is not None:
+            rung = planned.rung()
+            if not rung.is_plain:
+                return Begun(kind, shapes, rung)
+            if not self.registers:
+                return Begun(kind, shapes, rung, run=run_plain)
+            row = Row(asked.name)
+            row.rung, row.kept_bytes = rung, int(rung.bytes)
+            with lock:
+                return Begun(kind, shapes, rung, run=plain_region(self.registers, row).run)
+        if kind.communicates and options.functions is not None:
+            return Begun(kind, shapes)  # by its policy alone: a forward that is recorded here would keep nothing
+        if kind.communicates and self._count is not None:
+            raise _refuse(asked.name, kind.communicates)
+        return self.registers[0].begin(asked) if self.registers else Begun(kind, shapes)
 
-    def begin(self, region: Region) -> Keeper | None:
-        """Return what keeps a region's saved tensors; None for one that neither a plan nor a budget knows."""
-        planned = None if self.plan is None else self.plan.get(region.name)
-        if planned is None and not self.registers:
+    def keeper(self, region: Region, begun: Begun | None) -> Keeper | None:
+        """Return what counts a region; None for one outside of budgets."""
+        if not self.registers:
             return None
         with lock:
             for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
-            kept = KeptRegion(region, self.registers, 0 if planned is None else planned.evicted_tensors)
-            if self._count is not None and kept.keeps:
-                kept.collectives = Collectives(self._count, region.name, region.function)
+            row = begun.entry if begun is not None and begun.entry is not None else Row(region.name)
+            kept = KeptRegion(region, self.registers, row)
+            if self._count is not None and region.options.chosen is None:
+                kept.collectives = Collectives(self._count, region.function)
             for one in self.registers:
                 one.add(kept)
         return kept
+
+
+def plain_region(owners: Sequence[Any], row: Row) -> PlainRegion:
+    """Count a region that is to run as plain code in its budgets."""
+    row.begun = perf_counter()
+    plain = PlainRegion(owners)
+    for owner in owners:
+        owner.add_plain(plain, row)
+    return plain
+
+
+def run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a region as plain code, and those in it."""
+    token = keeping.set(PLAIN)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        keeping.reset(token)
 
 
 def registers_around() -> Sequence[Owner]:
     """Return the budgets whose blocks this thread is in, innermost first."""
     around: Keeping | None = keeping.get()
     return around.registers if isinstance(around, Inside) else ()
+
+
+def _refuse(region_name: str, what: str) -> UsageError:
+    """Return the error of a region that communicates, in a budget that decides by this rank's clock."""
+    return UsageError(
+        f"this region {what}, and under a budget each rank decides by its own clock what it replays: one rank would "
+        "wait for ever for others that do not replay the same",
+        region=region_name,
+        remedy="Let the ranks agree: remat.budget(limit, group=...), with the group or the mesh of those that share "
+        "collectives inside regions. Or give each rank the same plan: checkpoint_modules(model, patterns, plan=plan).",
+    )

@@ -53,25 +53,25 @@ def budget(
     offload: Literal["fill"] | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Budget:
-    """Return a memory budget for regions: inside of its block they keep everything, and evict just enough.
+    """Return a memory budget for regions: inside of its block they keep what is dearest to recompute for its bytes.
 
-    A region in the block starts with all that autograd saves, so that backward recomputes nothing. When the sum over
-    all regions would pass the limit, some is evicted: the start of a region, which its replay recomputes. The choice is
-    that of dynamic rematerialization: what costs least time for its bytes and was not used for longest. Gradients are
-    those of the same code without a budget, bit for bit. Outside of the block regions recompute everything; a graph
-    that was made inside stays counted until it is freed.
+    The first forwards of each kind of region keep nothing and are recorded: what each call of a function keeps, and how
+    long it takes. From then on each step begins with a choice for all regions together, the dearest first, as far as
+    the bytes go; where all of a region is chosen it runs as plain code. If that proves too much in the middle of a
+    step, what is cheapest to recompute is evicted. Gradients are those of the same code without a budget, bit for bit.
+    Outside of the block regions recompute everything; a graph that was made inside stays counted until it is freed.
 
     Args:
         limit: Bytes, as an int or with a unit (``"6 GiB"``, or ``"6 GB"`` with powers of 1000); or a share of what the
-            steps keep without checkpointing (``"60%"``), measured in the first of them, which keep everything.
+            steps keep without checkpointing (``"60%"``), known once they are recorded.
             ``"0%"`` recomputes all, ``"100%"`` keeps all.
         device_share: In place of ``limit`` a share of the device's memory, more than 0 and at most 1; on the CPU of
             the machine's.
         reserve: How much of a budget in bytes is left for what backward needs besides: bytes, as above. ``"auto"`` is
             0 on the CPU and for a share; on an accelerator the allocator's peaks in the latest steps tell.
-        offload: ``"fill"`` offers what is to be evicted to the offloader first, as long as it keeps up.
+        offload: ``"fill"`` offers what is not chosen to the offloader, the dearest first, as long as it keeps up.
         group: The ranks that share collectives inside regions, as a process group or a device mesh: they agree on what
-            is evicted, step by step, so each step is a block of its own. Without it a region that communicates with
+            is kept, step by step, so each step is a block of its own. Without it a region that communicates with
             other ranks is refused.
 
     Returns:
@@ -89,13 +89,14 @@ def budget(
         >>> import torch
         >>> import torch_remat as remat
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> kept = []
         >>> with remat.budget("1 MiB") as budget:
-        ...     y = remat.checkpoint(region_name="block")(block)(torch.randn(4, 8))
-        ...     print(budget.kept_bytes)
-        1152
-        >>> y.sum().backward()
-        >>> budget.kept_bytes
-        0
+        ...     for _ in range(4):
+        ...         y = remat.checkpoint(region_name="block")(block)(torch.randn(4, 8))
+        ...         kept.append(budget.kept_bytes)
+        ...         y.sum().backward()
+        >>> kept[0], kept[-1]
+        (128, 1152)
     """
     share, budget_bytes = _limit_of(limit, device_share)
     if offload not in (None, "fill"):

@@ -1,36 +1,63 @@
 """`Plan`: decisions of a budget that last, by region name.
 
-In: what a budget has decided in a step. Kept: names and numbers. Out: regions that keep and evict the same in each
-step, on each rank, whatever their forwards take.
+In: what a budget has bought in a step. Kept: names and numbers. Out: regions that keep the same in each step, on each
+rank, whatever their forwards take.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch_remat._compat import process_groups
 from torch_remat.budgets.kept import Inside, registers_around
-from torch_remat.budgets.steps import Planned as Planned
-from torch_remat.budgets.steps import Step
+from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_plan
 from torch_remat.dispatch.options import keeping
 from torch_remat.errors import UsageError
+from torch_remat.ladders.ladder import Rung
+from torch_remat.policies.functions import found_at, place_of
 from torch_remat.reports.report import Data
 
-_VERSION = 1
+_VERSION = 2
 _FORM = "A plan comes from budget.plan(), or from Plan.from_json(text) with the text that to_json() gave."
 
 
 World = tuple[int, tuple[tuple[str, int], ...]]  # how many ranks, and the names and sizes of groups
 
 
-class Plan(dict[str, Planned], Data):
-    """Which saved tensors regions keep, by region name; see `Budget.plan`.
+@dataclass(frozen=True)
+class Planned:
+    """What a region keeps.
 
-    Its text is a list of prices. It is changed by `keep` and `evict`, and used by
+    Attributes:
+        is_plain: Whether it runs as plain code, which keeps everything.
+        acts: If not, for each function, as a user names it, by the number of a call which of its results are kept;
+            replay runs all other calls.
+        kept_bytes: What it keeps.
+        spared_seconds: What its backward need not recompute therefore.
+    """
+
+    is_plain: bool = False
+    acts: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)
+    kept_bytes: int = 0
+    spared_seconds: float = 0.0
+
+    def rung(self) -> Rung:
+        """Return it as the runtime takes it."""
+        known: Rung | None = self.__dict__.get("_rung")
+        if known is None:
+            acts = {found_at(name): numbers for name, numbers in self.acts.items()}
+            known = self.__dict__["_rung"] = Rung(self.kept_bytes, 0, acts, is_plain=self.is_plain)
+        return known
+
+
+class Plan(dict[str, Planned], Data):
+    """What regions keep, by region name; see `Budget.plan`.
+
+    Its text is a list of prices. It is changed by `keep` and `drop`, and used by
     ``checkpoint_modules(model, patterns, plan=plan)``.
 
     Args:
@@ -40,9 +67,10 @@ class Plan(dict[str, Planned], Data):
 
     Example:
         >>> import torch_remat as remat
-        >>> plan = remat.budgets.Plan({"layers.3": remat.budgets.Planned(0, 12, 96 * 2**20, 0.0031)})
+        >>> acts = {"F.linear": {0: (0,), 2: ()}}
+        >>> plan = remat.budgets.Plan({"layers.3": remat.budgets.Planned(False, acts, 96 * 2**20, 0.0031)})
         >>> print(plan)
-        layers.3: keeps 96.0 MiB, spares 3.1 ms
+        layers.3: keeps 96.0 MiB, spares 3.1 ms; 2 calls kept or skipped
         >>> remat.budgets.Plan.from_json(plan.to_json()) == plan
         True
     """
@@ -51,7 +79,7 @@ class Plan(dict[str, Planned], Data):
 
     def __init__(self, entries: Mapping[str, Planned], world: World | None = None) -> None:
         for name, entry in entries.items():
-            if not (isinstance(name, str) and isinstance(entry, Planned) and entry.evicted_tensors >= 0):
+            if not (isinstance(name, str) and isinstance(entry, Planned)):
                 raise UsageError(f"{name!r}: {entry!r} is not an entry of a plan", remedy=_FORM)
         super().__init__(entries)
         self.world = world
@@ -64,21 +92,20 @@ class Plan(dict[str, Planned], Data):
         return f"<plan of {len(self)} regions>"
 
     def keep(self, name: str) -> None:
-        """Have a region keep all that it saves.
+        """Have a region keep all that it saves: it runs as plain code.
 
         Raises:
             KeyError: The plan has no such region.
         """
-        self[name] = replace(self[name], evicted_tensors=0)
+        self[name] = replace(self[name], is_plain=True, acts={})
 
-    def evict(self, name: str, tensors: int | None = None) -> None:
-        """Have a region evict its first saved tensors, by default all.
+    def drop(self, name: str) -> None:
+        """Have a region keep its arguments alone.
 
         Raises:
             KeyError: The plan has no such region.
         """
-        entry = self[name]
-        self[name] = replace(entry, evicted_tensors=entry.saved_tensors if tensors is None else tensors)
+        self[name] = replace(self[name], is_plain=False, acts={})
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""
@@ -131,23 +158,38 @@ class Plan(dict[str, Planned], Data):
             rows = {name: {key: row[key] for key in names} for name, row in data["regions"].items()}
             world = data.get("world")
             made_for = None if world is None else (int(world["ranks"]), tuple(world["groups"].items()))
-            return Plan({name: Planned(**row) for name, row in rows.items()}, made_for)
+            return Plan({name: _planned(**row) for name, row in rows.items()}, made_for)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this text is not a plan: {error!r}", remedy=_FORM) from None
 
 
+def _planned(is_plain: bool, acts: Mapping[str, Any], kept_bytes: int, spared_seconds: float) -> Planned:
+    """Return an entry as JSON has it: numbers are text there, and tuples are lists."""
+    numbers = {name: {int(at): tuple(places) for at, places in found.items()} for name, found in acts.items()}
+    entry = Planned(bool(is_plain), numbers, int(kept_bytes), float(spared_seconds))
+    entry.rung()  # raises where a name is that of no function
+    return entry
+
+
 def plan_of(step: Step) -> Plan:
-    """Return what was decided in a step; where a name stands for several calls, what evicts most."""
-    entries = {}
-    for name, rows in step.by_name():
-        most = max(rows, key=lambda row: row.cut)
-        spared = most.forward_seconds - most.evicted_seconds
-        kept = sum(row.saved_bytes - row.evicted_bytes for row in rows)
-        entries[name] = Planned(most.cut, most.tensors, kept, max(spared, 0.0) * len(rows))
-    return Plan(entries)
+    """Return what was bought in a step; where a name stands for several calls, what keeps least."""
+    return Plan({name: planned_of(rows) for name, rows in step.by_name() if all(row.part for row in rows)})
+
+
+def planned_of(rows: Sequence[Row]) -> Planned:
+    """Return what the regions of one name keep."""
+    least = min(rows, key=lambda row: (row.is_plain, row.kept_bytes))
+    rung, part = least.rung, least.part
+    if part is None or rung is None or rung.away:
+        return Planned(kept_bytes=sum(row.kept_bytes for row in rows))
+    acts = {place_of(function): dict(numbers) for function, numbers in rung.acts.items()}
+    if not all(isinstance(place, str) for place in acts):
+        return Planned(kept_bytes=sum(row.input_bytes for row in rows))  # of a function that has no name to be found by
+    spared = (part.ladder.rungs[0].ns - rung.ns) * part.scale * len(rows) / 1e9
+    return Planned(rung.is_plain, acts, sum(row.kept_bytes for row in rows), max(spared, 0.0))
 
 
 def largest(steps: Sequence[Step]) -> Step | None:
-    """Return, of the steps whose backward has come, the latest of those that would keep most without a budget."""
-    done = [step for step in steps if step.has_backward]
-    return max(reversed(done), key=lambda step: sum(row.saved_bytes for row in step.rows), default=None)
+    """Return, of the whole steps of which it is known what they can keep, the latest that would keep most."""
+    done = [step for step in steps if step.has_backward and step.is_known]
+    return max(reversed(done), key=lambda step: step.sum_of("whole_bytes"), default=None)

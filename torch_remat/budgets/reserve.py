@@ -44,7 +44,7 @@ class Reserve:
         if not self._transients or last is None:
             return 0
         most = max(int(needed * max(scale / (of or 1), 1.0)) for needed, of in self._transients)
-        largest = max((row.saved_bytes for row in last.rows), default=0)
+        largest = max((row.recomputed_bytes for row in last.rows), default=0)
         return most + (largest if len(self._transients) == 1 else self._budget_bytes // _SPARE)
 
     def end(self, step: Step) -> None:

@@ -5,9 +5,14 @@ A step begins with the first forward of a region after a backward has come to on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from torch_remat.budgets.price import Choice, Part
+from torch_remat.ladders.kinds import Kind
+from torch_remat.ladders.ladder import Rung
+from torch_remat.policies.policy import KeptFunctions
 
 
 class Row:
@@ -15,84 +20,89 @@ class Row:
 
     Attributes:
         name: The region's name.
-        input_bytes: Bytes of its inputs, also if others hold them.
-        fixed_bytes: Bytes of its inputs, and of what its author saves, that nothing before it keeps.
-        saved_bytes: Bytes of what it would keep without a budget, besides.
-        evicted_bytes: How many of these were evicted.
-        offloaded_bytes: How many of these were sent to an offloader instead.
-        cut: How many of its saved tensors come before the last that was evicted, that included.
-        tensors: How many tensors it has saved.
-        is_empty_from_start: Whether it kept nothing, since all of such regions was evicted in earlier steps.
+        kind: Its kind; None for one that does not go by price.
+        number: How many regions of this kind came before in the step.
+        part: What it can keep; None if that is not known yet, or it does not go by price.
+        rung: What it keeps; None as `part`.
+        shapes: The shapes of its arguments.
+        fixed: What its policy says of functions.
+        input_bytes: Bytes of its arguments.
+        kept_bytes: What it kept when its forward was over, that nothing before it keeps.
+        more_bytes: How many of these its rung does not count: what its author saves, or what the ladder does not know.
+        lowered_bytes: How many were evicted in the middle of the step, where memory was short.
         begun: When its forward began, by `time.perf_counter`.
         reached: When backward came to it; 0 if it has not.
         forward_seconds: How long its forward took.
-        evicted_seconds: How long a replay takes up to the last that was evicted.
         replay_seconds: How long its replays took.
         replays: How many there were.
     """
 
     __slots__ = (
-        "begun", "cut", "evicted_bytes", "evicted_seconds", "fixed_bytes", "forward_seconds", "input_bytes",
-        "is_empty_from_start", "name", "offloaded_bytes", "reached", "replay_seconds", "replays", "saved_bytes",
-        "tensors",
+        "begun", "fixed", "forward_seconds", "input_bytes", "kept_bytes", "kind", "lowered_bytes", "more_bytes",
+        "name", "number", "part", "reached", "replay_seconds", "replays", "rung", "shapes",
     )  # fmt: skip
 
-    def __init__(self, name: str, input_bytes: int) -> None:
-        self.name, self.input_bytes = name, input_bytes
-        self.fixed_bytes = self.saved_bytes = self.evicted_bytes = self.offloaded_bytes = 0
-        self.cut = self.tensors = self.replays = 0
-        self.begun = self.reached = self.forward_seconds = self.replay_seconds = self.evicted_seconds = 0.0
-        self.is_empty_from_start = False
+    def __init__(
+        self,
+        name: str,
+        kind: Kind | None = None,
+        number: int = 0,
+        shapes: Hashable = None,
+        fixed: KeptFunctions | None = None,
+    ) -> None:
+        self.name, self.kind, self.number, self.shapes, self.fixed = name, kind, number, shapes, fixed
+        self.part: Part | None = None
+        self.rung: Rung | None = None
+        self.input_bytes = self.kept_bytes = self.more_bytes = self.lowered_bytes = self.replays = 0
+        self.begun = self.reached = self.forward_seconds = self.replay_seconds = 0.0
 
-    def again(self, row: Row) -> None:
-        """Note that all was evicted, as in another step."""
-        self.tensors = self.cut = row.tensors
-        self.saved_bytes = self.evicted_bytes = row.saved_bytes
-        self.evicted_seconds = row.evicted_seconds
-        self.is_empty_from_start = True
-
-    def filled(self, tensors: int, size: int) -> None:
-        """Note that a replay has filled all: so much was not kept."""
-        self.is_empty_from_start = True
-        self.tensors = self.cut = max(self.tensors, tensors)
-        self.saved_bytes = self.evicted_bytes = max(self.saved_bytes, size)
-
-    def evicted(self, place: int, freed: int, seconds: float) -> None:
-        """Note that a saved tensor was evicted."""
-        self.evicted_bytes += freed
-        self.cut = max(self.cut, place + 1)
-        self.evicted_seconds = seconds
+    def look_up(self, scale: float = 1.0) -> None:
+        """Find what it can keep, if that is known by now."""
+        if self.part is None and self.kind is not None:
+            fixed = ((), ()) if self.fixed is None else (self.fixed.decisions, self.fixed.left_out)
+            if (ladder := self.kind.ladder(self.shapes, *fixed)) is not None:
+                self.part = Part(ladder, scale)
 
     @property
-    def kept_bytes(self) -> int:
-        """What it kept from forward to backward."""
-        return self.fixed_bytes + self.saved_bytes - self.evicted_bytes - self.offloaded_bytes
+    def is_plain(self) -> bool:
+        """Whether it ran as plain code."""
+        return self.rung is not None and self.rung.is_plain
+
+    @property
+    def whole_bytes(self) -> int:
+        """What it would keep as plain code; what it has kept if that is not known."""
+        return self.kept_bytes if self.part is None else int(self.part.ladder.whole_bytes * self.part.scale)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """What its replay recomputes."""
+        return 0 if self.is_plain else max(self.whole_bytes - self.kept_bytes, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
         return {
             "region": self.name,
             "kept_bytes": self.kept_bytes,
-            "evicted_bytes": self.evicted_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
+            "recomputed_bytes": self.recomputed_bytes,
+            "lowered_bytes": self.lowered_bytes,
+            "is_plain": self.is_plain,
+            "kept": [] if self.rung is None else [list(one) for one in self.rung.kept],
+            "runs_again": [] if self.rung is None else [[name, ns / 1e9] for name, ns in self.rung.runs],
             "forward_seconds": self.forward_seconds,
             "replay_seconds": self.replay_seconds,
             "replays": self.replays,
-            "saved_tensors": self.tensors,
-            "evicted_tensors": self.cut,
         }
 
 
-class Eviction(NamedTuple):
-    """One eviction: which region, when, and why that one.
+class Lowering(NamedTuple):
+    """What was evicted of one region in the middle of a step.
 
     Attributes:
         row: What reports know of the region.
         seconds: When, from the step's begin.
         kept_bytes: What all regions kept after it.
         freed_bytes: What it has freed.
-        replay_seconds: What its replay was expected to take more by it.
-        idle_seconds: How long its values were neither made nor read.
+        replay_seconds: What its replay takes more by it.
     """
 
     row: Row
@@ -100,7 +110,6 @@ class Eviction(NamedTuple):
     kept_bytes: int
     freed_bytes: int
     replay_seconds: float
-    idle_seconds: float
 
 
 @dataclass
@@ -108,12 +117,13 @@ class Step:
     """What happened in one step.
 
     Attributes:
-        limit_bytes: The most that the regions were to keep: the budget less the reserve; infinite without one.
+        limit_bytes: The most that regions were to keep.
         begun: When it began, by `time.perf_counter`.
-        rows: The regions, in the order in which their forwards ended.
-        kept: What they kept, over the seconds of the step.
-        evictions: What was evicted, in order.
-        most_bytes: The most that they kept at once.
+        choice: What was bought; None as long as nothing is known.
+        rows: Its regions, in order.
+        kept: When its regions kept how many bytes, from its begin.
+        lowerings: What was evicted in it.
+        most_bytes: The most that they kept.
         forward_bytes: What they kept when backward came to the first of them.
         peak_bytes: The most that was allocated at once above what was there at the step's start; 0 if not measured.
         has_backward: Whether backward has come to a region.
@@ -121,9 +131,10 @@ class Step:
 
     limit_bytes: float
     begun: float
+    choice: Choice | None = None
     rows: list[Row] = field(default_factory=list)
     kept: list[tuple[float, int]] = field(default_factory=list)
-    evictions: list[Eviction] = field(default_factory=list)
+    lowerings: list[Lowering] = field(default_factory=list)
     most_bytes: int = 0
     forward_bytes: int = 0
     peak_bytes: int = 0
@@ -143,12 +154,25 @@ class Step:
         """By how much the regions passed the limit at some moment."""
         return int(max(self.most_bytes - self.limit_bytes, 0))
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what each of its regions that go by price can keep."""
+        return all(row.part is not None for row in self.rows if row.kind is not None)
+
+    def parts(self) -> list[Part]:
+        """Return what its regions can keep that go by price."""
+        return [row.part._replace(more_bytes=row.more_bytes) for row in self.rows if row.part is not None]
+
+    def other_bytes(self) -> int:
+        """Return what the regions kept that do not go by price."""
+        return sum(row.kept_bytes for row in self.rows if row.part is None)
+
     def most_in_backward(self) -> int:
         """Return the most that regions kept in backward: what replays fill, less what backward has freed before."""
         most, freed = self.forward_bytes, 0
         for row in reversed(self.rows):
             if row.replays:
-                most = max(most, self.forward_bytes - freed + row.evicted_bytes)
+                most = max(most, self.forward_bytes - freed + row.recomputed_bytes)
             freed += row.kept_bytes
         return most
 
@@ -165,24 +189,15 @@ class Step:
             "limit_bytes": self.limit_bytes,
             "most_kept_bytes": self.most_bytes,
             "peak_bytes": self.peak_bytes,
-            "evicted_bytes": self.sum_of("evicted_bytes"),
+            "recomputed_bytes": self.sum_of("recomputed_bytes"),
+            "lowered_bytes": self.sum_of("lowered_bytes"),
             "replay_seconds": self.sum_of("replay_seconds"),
+            "price_ms_per_mib": None if self.choice is None else ms_per_mib(self.choice.price),
+            "next_bytes": None if self.choice is None else self.choice.next_bytes,
             "regions": [row.to_dict() for row in self.rows],
         }
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What a region keeps.
-
-    Attributes:
-        evicted_tensors: How many of its saved tensors, in the order of forward, are evicted: replay recomputes them.
-        saved_tensors: How many it saves.
-        kept_bytes: What it keeps, its inputs apart.
-        spared_seconds: What its backward need not recompute therefore.
-    """
-
-    evicted_tensors: int
-    saved_tensors: int
-    kept_bytes: int
-    spared_seconds: float
+def ms_per_mib(ns_per_byte: float) -> float:
+    """Return a price in nanoseconds for a byte as milliseconds for a MiB."""
+    return ns_per_byte * 2**20 / 1e6

@@ -1,17 +1,16 @@
 """What applies to a region: its options, the budget that it runs in, and its observers.
 
-In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; inside a budget its
-*keeper*, which fills holders at the end of forward and may empty them at any time, since a replay fills empty ones; and
-its `Watch`, which is notified of what runs while a profiler or an observer such as `trace` is active.
+In: a region, or one phase of it, that begins. Kept: nothing here. Out: what the user chose for it; inside a budget what
+it keeps by price, and its *keeper*, which counts that and may lower it until backward comes; and its `Watch`, which is
+notified of what runs while a profiler or an observer such as `trace` is active.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
-from weakref import ref
 
 import torch
 from torch.autograd.graph import Node
@@ -21,6 +20,8 @@ from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
 
 if TYPE_CHECKING:
+    from torch_remat.ladders.kinds import Kind
+    from torch_remat.ladders.ladder import Rung
     from torch_remat.policies.policy import ChoosesModules, ChoosesRungs, KeptFunctions, OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -63,29 +64,16 @@ DEFAULTS = Options()
 
 
 class Keeper(Protocol):
-    """What one region asks.
+    """What one region notifies in a budget.
 
     Attributes:
         owners: The budgets that the region is in.
-        keeps: Whether it fills holders; if not, the region's forward ends as outside of a budget.
     """
 
     owners: Sequence[Any]
-    keeps: bool
-
-    def note(self, ops: Any) -> None:
-        """Take note of a saved tensor that a replay could fill, given the region's calls and ops, if it has any."""
-
-    def keep(self, entry: ref[Any], value: torch.Tensor | None) -> None:
-        """Fill one of these holders, or leave it empty, at the end of forward, in the order in which they were noted.
-
-        Args:
-            entry: The tape's weak reference to it.
-            value: The saved tensor, detached; None if the holder is gone.
-        """
 
     def finish(self) -> None:
-        """Forward is over: count what the region keeps besides."""
+        """Forward is over: count what the region keeps."""
 
     def reach(self) -> None:
         """Backward has come to the region, and asks next what is empty."""
@@ -94,8 +82,28 @@ class Keeper(Protocol):
         """Run one replay, and take its time."""
 
 
+class Begun(NamedTuple):
+    """What is known of a region by price before it begins.
+
+    Attributes:
+        kind: Its kind.
+        shapes: The shapes of its arguments.
+        rung: What it keeps; None for one that is recorded, or keeps nothing.
+        is_new: Whether it is to be recorded.
+        run: Runs it as plain code; None for a region.
+        entry: What its budget knows of it.
+    """
+
+    kind: Kind
+    shapes: Hashable
+    rung: Rung | None = None
+    is_new: bool = False
+    run: Callable[..., Any] | None = None
+    entry: Any = None
+
+
 class Keeping(Protocol):
-    """What gives regions their keepers.
+    """What regions ask in the block of a budget.
 
     Attributes:
         registers: The budgets, innermost first.
@@ -103,13 +111,13 @@ class Keeping(Protocol):
 
     registers: Sequence[Any]
 
-    def runner(
-        self, options: Options, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[..., Any] | None:
-        """Return what runs a function as it is, with its arguments; None for one that runs as a region."""
+    def begin(
+        self, options: Options, function: Callable[..., Any], leaves: Sequence[Any], kind: Kind, shapes: Hashable
+    ) -> Begun:
+        """Say what a region keeps that is about to begin."""
 
-    def begin(self, region: Any) -> Keeper | None:
-        """Return the keeper of a region whose forward begins."""
+    def keeper(self, region: Any, begun: Begun | None) -> Keeper | None:
+        """Return the keeper of a region whose forward begins; ``begun`` is what was said of it."""
 
 
 # What the regions of this thread ask; None outside of budgets.

@@ -18,7 +18,6 @@ import random
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
-from torch_remat._score import eviction_score
 from torch_remat.errors import UsageError, shown
 
 
@@ -141,7 +140,8 @@ class RatioHeuristic(Heuristic):
     def score(self, storage: Storage, clock: float) -> float:
         """Return the fraction at this clock."""
         numerator, denominator = self.ratio(storage)
-        return eviction_score(numerator, denominator, clock - storage.last_access if self.decays else 1)
+        freed = denominator * (clock - storage.last_access if self.decays else 1)
+        return numerator / freed if freed else math.inf
 
 
 class Local(RatioHeuristic):

@@ -5,7 +5,7 @@ the ladder of a region, or word that its forward is to be recorded.
 
 NOTE [ Kinds ]
 A *kind* is a guess before forward runs: the function and the module that it belongs to, whether that is in training,
-what tells arguments apart but their shapes, and autocast. What was recorded tells more: equal layers have one ladder,
+what distinguishes arguments but their shapes, and autocast. What was recorded shows more: equal layers have one ladder,
 with the least times of all. A wrong guess costs bytes or time, never a gradient. Of each kind some shapes are recorded;
 what has others later takes the ladder of the nearest, whose bytes are scaled.
 """
@@ -13,6 +13,7 @@ what has others later takes the ladder of the nearest, whose bytes are scaled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -44,14 +45,16 @@ class Timed:
         """Take the times of another forward, if no ladder was made yet."""
         self.count += 1
         if not self.ladders:
+            self.record.whole_ns = min(self.record.whole_ns, record.whole_ns)
             for step, other in zip(self.record.steps, record.steps, strict=True):
                 step.ns = min(step.ns, other.ns)
 
-    def ladder(self, selected: Collection[Any], left_out: Sequence[str]) -> Ladder:
-        """Return the ladder under a policy that selects functions, and excludes calls by name."""
-        key = frozenset(selected), tuple(left_out)
+    def ladder(self, selected: Collection[Any], left_out: Sequence[str], ends: bool) -> Ladder:
+        """Return the ladder under a policy that selects functions, and excludes calls by name; or just its ends."""
+        key = frozenset(selected), tuple(left_out), ends
         if (ladder := self.ladders.get(key)) is None:
-            ladder = self.ladders[key] = Ladder(self.record, selected, left_out)
+            record = replace(self.record, is_hidden=True) if ends else self.record
+            ladder = self.ladders[key] = Ladder(record, selected, left_out)
         return ladder
 
 
@@ -60,10 +63,12 @@ class Kind:
 
     Attributes:
         restarts: How many replays had to start over.
+        communicates: What shows that such regions communicate with other ranks, in words; empty if nothing does.
     """
 
     def __init__(self, owner: object) -> None:
         self.restarts = 0
+        self.communicates = ""
         self._owner = ref(owner) if isinstance(owner, Module) else (lambda: owner)
         self._by_shapes: dict[Hashable, Timed] = {}
 
@@ -73,14 +78,17 @@ class Kind:
 
     def is_new(self, shapes: Hashable) -> bool:
         """Whether a forward with arguments of these shapes is to be recorded."""
-        if self.restarts >= _RESTARTS:
-            return False
         known = self._by_shapes.get(shapes)
         return len(self._by_shapes) < _SHAPES if known is None else known.count < _SAMPLES
 
-    def give_up(self) -> None:
-        """Keep nothing of such regions by price from now on."""
-        self.restarts = _RESTARTS
+    @property
+    def keeps_calls(self) -> bool:
+        """Whether calls are to be kept or skipped: not if replays have started over for it."""
+        return self.restarts < _RESTARTS
+
+    def knows(self, shapes: Hashable) -> bool:
+        """Whether a forward with arguments of these shapes was recorded."""
+        return shapes in self._by_shapes
 
     def learn(self, shapes: Hashable, record: Record) -> None:
         """Take the record of a forward."""
@@ -94,13 +102,15 @@ class Kind:
         self._by_shapes[shapes] = timed
 
     def ladder(self, shapes: Hashable, selected: Collection[Any] = (), left_out: Sequence[str] = ()) -> Ladder | None:
-        """Return the ladder of regions with arguments of these shapes; None if there is none yet, or it is no use."""
-        if self.restarts >= _RESTARTS:
-            return None
+        """Return the ladder of regions with arguments of these shapes; None if it is not known yet."""
         timed = self._by_shapes.get(shapes)
         if timed is None:
-            timed = max(self._by_shapes.values(), key=lambda one: one.count, default=None)
-        return None if timed is None or timed.count < _SAMPLES else timed.ladder(selected, left_out)
+            latest_first = reversed(self._by_shapes.values())
+            timed = max(latest_first, key=lambda one: one.count, default=None)
+        # Where each step has other shapes, none of them comes as often.
+        if timed is None or (timed.count < _SAMPLES and self.is_new(shapes)):
+            return None
+        return timed.ladder(selected, left_out, bool(self.communicates) or not self.keeps_calls)
 
 
 _timed: dict[Hashable, Timed] = {}

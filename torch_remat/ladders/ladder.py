@@ -51,6 +51,8 @@ class Rung:
         ns: Nanoseconds that it costs, in both phases.
         acts: For each function, by the number of a call, which of its results are kept; replay runs all other calls.
         is_plain: Whether the region is to be plain code, which keeps everything.
+        names: The names of these calls, by function and number.
+        away: Those calls whose tensors leave the device, by function and number.
         kept: What it keeps, in order: names of calls, each with the bytes of its results and of what it saves.
         runs: What replay runs, in order: names of calls, with their nanoseconds.
     """
@@ -59,6 +61,8 @@ class Rung:
     ns: int
     acts: Mapping[Any, Numbers] = field(default_factory=dict)
     is_plain: bool = False
+    names: Mapping[tuple[Any, int], str] = field(default_factory=dict)
+    away: frozenset[tuple[Any, int]] = frozenset()
     kept: Sequence[tuple[str, int]] = ()
     runs: Sequence[tuple[str, int]] = ()
 
@@ -73,12 +77,14 @@ class Ladder:
 
     Attributes:
         rungs: From the fewest bytes to the least time; those on the lower hull. The first keeps nothing, the last is
-            plain code.
-        input_bytes: The bytes of the region's arguments, which all rungs but the last hold.
+            plain code, unless the author or the policy excludes that.
+        record: The forward.
+        input_bytes: The bytes of the region's arguments, which all rungs but plain code hold.
+        whole_bytes: What it keeps as plain code.
     """
 
     def __init__(self, record: Record, selected: Collection[Any] = (), left_out: Sequence[str] = ()) -> None:
-        self._record = record
+        self.record = record
         self._node = _nodes(record)
         self._selected = frozenset(
             at for at, step in enumerate(record.steps) if step.function in selected and step.results is not None
@@ -94,14 +100,14 @@ class Ladder:
         self._maker = {unit: self._node[at[0]] for unit, at in enumerate(record.writers) if at}
         self._groups = {node for at, node in enumerate(self._node) if at != node}
         self.input_bytes = sum(record.sizes[unit] for unit in record.inputs)
-        all_ns = sum(step.ns + _RUN_NS for step in record.steps)
-        whole = sum(record.sizes[unit] for unit in record.saved)
+        all_ns = record.whole_ns if record.is_hidden else sum(step.ns + _RUN_NS for step in record.steps)
         nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps])
-        everything = Rung(whole, 0, is_plain=True)
-        self.rungs = _lower_hull([nothing, *self._cuts(), everything])
+        everything = [] if record.is_named or left_out else [Rung(record.whole_bytes, 0, is_plain=True)]
+        self.whole_bytes = record.whole_bytes
+        self.rungs = _lower_hull([nothing, *([] if record.is_hidden else self._cuts()), *everything])
 
     def at_share(self, share: float) -> Rung:
-        """Return the rung of the least time that keeps no more than a share of what lies between first and last."""
+        """Return the rung of the least time that keeps at most a share of the way from first to last."""
         least, most = self.rungs[0].bytes, self.rungs[-1].bytes
         limit = least + share * (most - least)
         return [rung for rung in self.rungs if rung.bytes <= limit][-1]
@@ -125,7 +131,7 @@ class Ladder:
         """Return the cut of the least ``weight * bytes + price * ns``; where one is 0 it still breaks ties."""
         import networkx  # which torch brings, and does not load either
 
-        record, node, graph = self._record, self._node, networkx.DiGraph()
+        record, node, graph = self.record, self._node, networkx.DiGraph()
         if not weight:
             price, weight = 1 + sum(record.sizes) + _STATE_BYTES * len(record.steps), 1
         elif not price:
@@ -165,9 +171,9 @@ class Ladder:
 
     def _rung(self, runs: frozenset[int], kept: frozenset[int]) -> Rung:
         """Return a cut as what replay does with each call, at what it costs in truth."""
-        record, there = self._record, set[int]()
+        record, there = self.record, set[int]()
         acts: dict[Any, dict[int, tuple[int, ...]]] = {}
-        ns, ran, names = record.calls * _SEEN_NS, [], []
+        ns, ran, kept_by, names = record.calls * _SEEN_NS, [], [], dict[tuple[Any, int], str]()
         for at, step in enumerate(record.steps):
             made = [unit for unit in step.writes if unit in kept]
             is_run = self._node[at] in runs or (
@@ -182,12 +188,13 @@ class Ladder:
             ns += _ACT_NS
             there.update(made)
             if made:
-                names.append((step.name, sum(record.sizes[unit] for unit in made)))
+                kept_by.append((step.name, sum(record.sizes[unit] for unit in made)))
             if at not in self._selected:
                 places = tuple(place for place, unit in enumerate(step.results) if unit in kept)
                 acts.setdefault(step.function, {})[step.number] = places
+                names[step.function, step.number] = step.name
         size = self.input_bytes + sum(record.sizes[unit] for unit in kept)
-        return Rung(size, ns, acts, kept=names, runs=ran)
+        return Rung(size, ns, acts, names=names, kept=kept_by, runs=ran)
 
     def _is_there(self, unit: int, there: Collection[int]) -> bool:
         """Whether replay has a unit without a call that makes it, or has been given it."""

@@ -50,6 +50,11 @@ class Record:
         saved: The units that autograd saves and the region has made, or got as arguments.
         inputs: The units of the region's arguments, which it holds in any case.
         calls: How many calls of functions a mode sees, besides those that read attributes.
+        whole_bytes: The bytes of all that autograd saves, also in inner regions and in compiled code.
+        whole_ns: How long the forward took.
+        is_hidden: Whether steps are missing: compiled code ran, or a gradient was taken, which no skipped call lets
+            through.
+        is_named: Whether the author decides about calls inside, so that it is not to be plain code.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -58,6 +63,10 @@ class Record:
     saved: set[int] = field(default_factory=set)
     inputs: set[int] = field(default_factory=set)
     calls: int = 0
+    whole_bytes: int = 0
+    whole_ns: int = 0
+    is_hidden: bool = False
+    is_named: bool = False
 
     def new_unit(self, size: int) -> int:
         """Return the number of a new unit."""
@@ -77,4 +86,5 @@ class Record:
             (step.function, step.number, tuple(step.reads), tuple(step.writes), step.results, step.random, step.saves)
             for step in self.steps
         )
-        return steps, tuple(self.sizes), frozenset(self.saved), frozenset(self.inputs)
+        units = tuple(self.sizes), frozenset(self.saved), frozenset(self.inputs)
+        return steps, units, self.whole_bytes, self.is_hidden, self.is_named

@@ -59,7 +59,7 @@ def memory_budget(share: float) -> MemoryBudget:
     reads it, its seconds. Minimum cuts of that tell what is worth keeping at each number of bytes: so of two tensors of
     one size that is kept whose recomputation takes longer. It needs no block around the step, as `remat.budget` does.
     Regions inside of other regions, under other saved-tensor hooks, and those that are compiled recompute everything.
-    With several ranks, do not use it for regions that communicate: each rank decides by its own clock.
+    So do regions that communicate with other ranks, since each rank would decide by its own clock.
 
     Args:
         share: Of the bytes between what a region keeps if all is recomputed and what it keeps as plain code: from 0

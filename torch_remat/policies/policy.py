@@ -7,7 +7,7 @@ runs, a decision for each result of an op, and an error for an entry that matche
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -247,6 +247,8 @@ class KeptFunctions(NamedTuple):
         tables: What each phase of a region does with each function, once a first region was made.
         acts: Of functions that are kept by price, by the number of a call which of its results are kept; of a number
             that is not there replay runs the call.
+        names: Of these calls, by function and number, their names.
+        away: Those of these calls, by function and number, whose tensors leave the device.
     """
 
     decisions: Mapping[Any, Decision]
@@ -254,8 +256,21 @@ class KeptFunctions(NamedTuple):
     policy: OpPolicy
     tables: dict[str, Any]
     acts: Mapping[Any, Mapping[int, Sequence[int]]] = _NO_ACTS
+    names: Mapping[tuple[Any, int], str] = _NO_ACTS
+    away: Collection[tuple[Any, int]] = ()
 
 
+class _Nothing(OpPolicy):
+    """What a region without a policy has."""
+
+    def begin(self) -> Decider:
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Any, ...]:
+        return ()
+
+
+NOTHING_BY_FUNCTION = KeptFunctions(_NONE, (), _Nothing(), {})
 _TABLES: dict[Any, dict[str, Any]] = {}  # since many make a policy anew in each step
 
 

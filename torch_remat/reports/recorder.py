@@ -7,7 +7,6 @@ each span, which a range of the same number stands for in the profile, and which
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
@@ -110,11 +109,11 @@ class Recorder(Observer):
             if (part := parts.get(mark.op)) is not None:
                 mark.kept_bytes, mark.offloaded_bytes = part.bytes, part.offloaded_bytes
 
-    def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
-        """Mark when a budget gave something up."""
+    def gave_up(self, region: Region, freed: int, kept: int) -> None:
+        """Mark when a budget evicted something."""
         with self._lock:
             number = len(self.given)
-            self.given.append(GivenUp(region.name, region.serial, 0.0, tuple(places), freed, offloaded, kept))
+            self.given.append(GivenUp(region.name, region.serial, 0.0, freed, kept))
         _note(f"{GIVEN}{number}")
 
     def budgets(self) -> list[BudgetState]:

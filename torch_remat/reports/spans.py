@@ -76,24 +76,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """What a budget evicted of one region, at one moment; see `torch_remat.budget`.
+    """What a budget evicted of one region in the middle of a step; see `torch_remat.budget`.
 
     Attributes:
         region: The region's name.
         call: Which call of a region it was, as in `Span`.
         time_us: When, in microseconds since the trace began.
-        saved_tensors: The places of the saved tensors, as in ``saved tensor 3`` of a memory report.
         bytes: How many were freed, which replay recomputes.
-        offloaded_bytes: How many an offloader took instead.
         kept_bytes: What the budget's regions kept from then on.
     """
 
     region: str
     call: int
     time_us: float
-    saved_tensors: tuple[int, ...]
     bytes: int
-    offloaded_bytes: int
     kept_bytes: int
 
 

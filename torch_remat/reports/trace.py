@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch_remat.reports.fold import fold_series
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.profile import events_in, timeline_of
 from torch_remat.reports.recorder import MARK, Recorder
-from torch_remat.reports.report import Block, Pictured, Report, sum_of
+from torch_remat.reports.report import Block, Pictured, Report
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase, Sample, Span
 from torch_remat.reports.watch import observed_by
 
@@ -50,7 +49,7 @@ class Trace(Report, Pictured):
         duration_us: How long the trace took.
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
-        given_up: What budgets evicted, in order.
+        given_up: What budgets evicted in the middle of steps, in order.
         phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
             rest is forward.
         budgets: The state of budgets at the end.
@@ -123,7 +122,7 @@ class Trace(Report, Pictured):
             head = ["", *told, *(["evicted:"] if given else [])]
             blocks.append(Block(head, list(map(_given_cells, given)), (0, 2), 2))
             if rest:
-                blocks.append(Block([f"  and {len(rest)} more times: {sum_of(rest)}"]))
+                blocks.append(Block([f"  and {len(rest)} more times: {format_bytes(sum(one.bytes for one in rest))}"]))
         return blocks
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,12 +226,8 @@ def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _given_cells(one: GivenUp) -> list[str]:
-    places = one.saved_tensors
-    runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
-    ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    which = f"saved tensor{'s' * (len(places) > 1)} {ranges}"
     left = f"{format_bytes(one.kept_bytes)} kept then"
-    return [f"{one.time_us / 1000:.1f} ms", one.region, sum_of([one]), which, left]
+    return [f"{one.time_us / 1000:.1f} ms", one.region, format_bytes(one.bytes), left]
 
 
 def _table(trace: Trace) -> list[list[str]]:
@@ -250,7 +245,7 @@ def _table(trace: Trace) -> list[list[str]]:
         for op, line in lines.items():
             cells = _trace_cells(line, given if op is None else [])
             rows.append([label if op is None else f"  {op}", *cells])
-    offloads = any(one.offloaded_bytes for part in (trace.spans, trace.given_up) for one in part)
+    offloads = any(one.offloaded_bytes for one in trace.spans)
     is_there = {"evicted": bool(trace.given_up), "offloaded": offloads}
     shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
     return [[row[place] for place in shown] for row in rows]
@@ -284,7 +279,7 @@ def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
         *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
         mean([span.kept_bytes for span in ran]),
         mean([one.bytes for one in given]),
-        mean([*(span.offloaded_bytes for span in ran), *(one.offloaded_bytes for one in given)]),
+        mean([span.offloaded_bytes for span in ran]),
         mean([span.freed_bytes for span in after]),
         format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
         format_bytes(max((span.peak_bytes for span in spans), default=0)),

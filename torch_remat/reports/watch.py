@@ -57,11 +57,10 @@ class Observer:
         It may free that on a thread that no profiler sees. ``key`` is the id of the `StoredCopy`.
         """
 
-    def gave_up(self, region: Region, places: Sequence[int], freed: int, offloaded: int, kept: int) -> None:
-        """A budget has emptied holders of a region.
+    def gave_up(self, region: Region, freed: int, kept: int) -> None:
+        """A region of a budget keeps less from now on.
 
-        ``places`` are those of its saved tensors; ``freed`` the bytes that replay recomputes, ``offloaded`` those that
-        an offloader has taken, and ``kept`` those that the budget's regions keep from now on.
+        ``freed`` are the bytes that its replay recomputes, ``kept`` those that the budget's regions keep after it.
         """
 
 

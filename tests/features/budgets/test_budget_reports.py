@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -9,8 +10,18 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.features.budgets.test_budget import Chain, kept_without_limit, step
-from tests.helpers import Mlp, assert_same, checkpointed, leaf, no_other_regions
+from tests.features.budgets.test_budget import RECORDED, Chain, kept_without_limit, step
+from tests.helpers import (
+    CountOps,
+    LiveStorages,
+    Mlp,
+    assert_same,
+    checkpointed,
+    leaf,
+    no_other_regions,
+    plain,
+)
+from tests.offloaders import Counting
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget")
 
@@ -21,8 +32,8 @@ def _alone():
         yield
 
 
-def run_steps(budget, steps=2):
-    blocks = [Mlp() for _ in range(3)]
+def run_steps(budget, steps=2, blocks=None):
+    blocks = blocks or [Mlp() for _ in range(3)]
     with budget:
         for _ in range(steps):
             x = leaf(16, 8)
@@ -32,62 +43,72 @@ def run_steps(budget, steps=2):
 
 
 def test_report_and_totals_have_each_region():
-    budget = remat.budget("3 KiB", reserve=0)
+    budget = remat.budget("5 KiB", reserve=0)
     assert "0 steps" in budget.report()
     run_steps(budget)
     report = budget.report()
-    assert all(part in report for part in ("budget of 3.0 KiB", "2 steps", *(f"layers.{at}" for at in range(3))))
+    assert all(part in report for part in ("budget of 5.0 KiB", "2 steps", *(f"layers.{at}" for at in range(3))))
     data = json.loads(budget.to_json())
     assert data == json.loads(json.dumps(budget.to_dict()))
-    assert re.search(r"^  step  +kept at most  +evicted  +replay ms$", report, re.MULTILINE)
+    assert re.search(r"^  step  +kept at most  +recomputed  +replay ms$", report, re.MULTILINE)
     assert re.search(r"^  2  +", report, re.MULTILINE)
     assert "not measured" not in report
+    assert "not known" not in report
     assert "reserve" not in report
-    assert repr(budget) == "<budget of 3.0 KiB; 2 steps>"
+    assert repr(budget) == "<budget of 5.0 KiB; 2 steps>"
     first, second = data["steps"]
     assert [row["region"] for row in second["regions"]] == ["layers.0", "layers.1", "layers.2"]
-    assert second["evicted_bytes"] > 0
+    assert first["recomputed_bytes"] > second["recomputed_bytes"] > 0
     assert second["replay_seconds"] > 0
-    assert first["most_kept_bytes"] <= 4 * 2**10
+    assert first["most_kept_bytes"] <= 2 * 2**10
 
 
-def test_report_says_by_how_much_a_step_passed_the_limit():
-    budget = remat.budget("1 KiB", reserve="24 B")
-    run_steps(budget, steps=8)
-    step = budget.steps[-1]
-    assert step.over_bytes == step.most_bytes - 1000 > 0
-    assert f"{step.over_bytes / 10:.1f} % over 1000 B\n" in budget.report()
-    assert "24 B of it in reserve" in budget.report()
-    assert [line.split()[0] for line in budget.report().splitlines()[3:9]] == ["3", "4", "5", "6", "7", "8"]
+def test_report_tells_the_price_and_what_the_next_bytes_buy():
+    """Of three equal blocks one fits as plain code."""
+    budget, blocks = remat.budget("5 KiB", reserve=0), [Mlp() for _ in range(3)]
+    run_steps(budget, 1, blocks)
+    assert budget.to_dict()["steps"][0]["price_ms_per_mib"] is None
+    run_steps(budget, 1, blocks)
+    (whole,) = {row.part.ladder.rungs[0].ns / 1e6 for row in budget.steps[-1].rows}
+    assert [row.is_plain for row in budget.steps[-1].rows] == [False, False, True]
+    data = budget.to_dict()["steps"][-1]
+    assert data["next_bytes"] == 2048
+    assert data["price_ms_per_mib"] == pytest.approx(whole * 2**20 / 2048)
+    report = budget.report()
+    assert f"price: {data['price_ms_per_mib']:.3g} ms for a MiB; 2.0 KiB more would spare {whole:.3g} ms" in report
+    assert "everything: it runs as plain code" in report
+    assert "again: up.linear_0" in report
+    budget.limit = 2**20
+    run_steps(budget, 1, blocks)
+    assert "all fits: nothing is recomputed" in budget.report()
+    assert budget.to_dict()["steps"][-1]["next_bytes"] == 0
 
 
-def test_report_of_the_least_there_can_be_says_nothing_of_a_limit():
-    budget = remat.budget("0%")
-    run_steps(budget, steps=2)
-    assert budget.steps[-1].most_bytes > 1
-    assert " over " not in budget.report()
-
-
-@pytest.mark.parametrize("limit", ["3 KiB", "60%", 1, "1 GiB"])
-def test_the_picture_tells_which_region_was_evicted_when_and_why_without_text_over_text(limit, tmp_path):
+@pytest.mark.parametrize("limit", ["3 KiB", "5 KiB", "60%", "0%", 1, "1 GiB"])
+def test_the_picture_has_the_curve_and_the_point_where_the_budget_stands(limit, tmp_path):
     pytest.importorskip("matplotlib")
     budget = remat.budget(limit)
+    with pytest.raises(remat.UsageError, match="needs steps"):
+        budget.plot(tmp_path / "kept.png")
     run_steps(budget, steps=4)
+    if limit in ("0%", 1):  # where nothing is recorded
+        assert "not known" in budget.report()
+        with pytest.raises(remat.UsageError, match="needs steps"):
+            budget.plot(tmp_path / "kept.png")
+        return
     figure = budget.plot(tmp_path / "kept.png")
     assert (tmp_path / "kept.png").stat().st_size > 1000
-    _, lanes = figure.axes
-    assert [label.get_text() for label in lanes.get_yticklabels()] == ["layers.0", "layers.1", "layers.2"]
-    step = budget.steps[-1]
-    for row, said in zip(step.rows, lanes.texts, strict=True):
-        assert ("evicted" in said.get_text()) == bool(row.evicted_bytes)
-    marks = [x for line in lanes.lines for x in line.get_xdata()]
-    assert sorted(marks) == sorted(one.seconds * 1e3 for one in step.evictions)
-    texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels())]
-    texts += [figure._suptitle, lanes.title, lanes.xaxis.label, *(axes.yaxis.label for axes in figure.axes)]
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
-    for place, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:place])
+    (axes,) = figure.axes
+    _, by_price, point, *rest = axes.lines
+    last = budget.steps[-1]
+    kept = last.sum_of("kept_bytes") / 2**20
+    assert point.get_xdata() == [kept]
+    assert sorted(by_price.get_xdata()) == list(by_price.get_xdata())
+    assert sorted(by_price.get_ydata(), reverse=True) == list(by_price.get_ydata())
+    assert by_price.get_ydata()[-1] == 0
+    at = list(by_price.get_xdata()).index(kept)
+    assert point.get_ydata()[0] == pytest.approx(by_price.get_ydata()[at])
+    assert len(rest) == (limit != "1 GiB")
 
 
 # Plans
@@ -100,26 +121,98 @@ def test_plan_keeps_what_the_budget_kept():
     for block in model.blocks:
         block.up.register_forward_hook(lambda *_: runs.append(remat.is_recomputing()))
 
-    def replays(plan):
+    def replays_and_bytes(plan):
         runs.clear()
         with remat.checkpoint_modules(model, "blocks.*", plan=plan):
             assert_same(expected, step(model, x))
-        return sum(runs)
+            replays = sum(runs)
+            with LiveStorages() as live:
+                h = model(x)
+            return replays, live.bytes() - h.nbytes + x.nbytes
 
     with remat.checkpoint_modules(model, "blocks.*"):
         most = kept_without_limit(lambda: step(model, x))
         with remat.budget(int(0.6 * most), reserve=0) as budget:
-            for _ in range(2):
+            for _ in range(RECORDED + 1):
                 step(model, x)
+    last = budget.steps[-1]
     plan = remat.budgets.Plan.from_json(budget.plan().to_json())
     assert plan == budget.plan()
+    assert list(plan) == [f"blocks.{at}" for at in range(6)]
+    assert [entry.kept_bytes for entry in plan.values()] == [row.kept_bytes for row in last.rows]
     assert "blocks.3: keeps" in str(plan)
-    assert replays(plan) == sum(entry.evicted_tensors > 0 for entry in plan.values()) > 0
+    run_again = sum(not entry.is_plain for entry in plan.values())
+    assert 0 < run_again < 6
+    assert replays_and_bytes(plan) == (run_again, last.forward_bytes)
     for name in plan:
         plan.keep(name)
-    assert replays(plan) == 0
-    plan.evict("blocks.0")
-    assert replays(plan) == 1
+    assert replays_and_bytes(plan) == (0, most)
+    plan.drop("blocks.0")
+    assert replays_and_bytes(plan)[0] == 1
+    for name in plan:
+        plan.drop(name)
+    assert replays_and_bytes(plan) == (6, 6 * x.nbytes)
+    with pytest.raises(KeyError):
+        plan.drop("blocks.6")
+
+
+class Parts(torch.nn.Module):
+    """A chain of layers in each block, so that ladders have several rungs."""
+
+    def __init__(self, width=16, depth=3):
+        super().__init__()
+        layers = [Mlp(width), torch.nn.Tanh(), torch.nn.Dropout(0.1), Mlp(width), torch.nn.GELU()]
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(depth))
+        self.wrap = plain
+
+    def forward(self, x):
+        torch.manual_seed(0)
+        for place, block in enumerate(self.blocks):
+            x = self.wrap(block, region_name=f"blocks.{place}")(x) if self.wrap is checkpointed else block(x)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4, 0.55, 0.7, 0.85])
+def test_plan_with_rungs_between_keeps_the_same_bytes(share):
+    model, x = Parts(), leaf(32, 16)
+    expected = step(model, x)
+    model.wrap = checkpointed
+    most = kept_without_limit(lambda: step(model, x))
+    with remat.budget(int(share * most), reserve=0) as budget:
+        for _ in range(RECORDED + 1):
+            assert_same(expected, step(model, x))
+    plan = remat.budgets.Plan.from_json(budget.plan().to_json())
+    assert any(entry.acts for entry in plan.values())
+    model.wrap = plain
+    with remat.checkpoint_modules(model, "blocks.*", plan=plan):
+        assert_same(expected, step(model, x))
+        with LiveStorages() as live:
+            h = model(x)
+        assert live.bytes() - h.nbytes + x.nbytes == budget.steps[-1].forward_bytes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("version"),
+        lambda data: data.update(version=1),
+        lambda data: data.pop("regions"),
+        lambda data: data.update(regions=[1]),
+        lambda data: data["regions"]["blocks.0"].pop("acts"),
+        lambda data: data["regions"]["blocks.0"].update(acts={"no.such_function": {"0": [0]}}),
+        lambda data: data["regions"]["blocks.0"].update(acts={"F.linear": [0]}),
+        lambda data: data["regions"]["blocks.0"].update(acts={"F.linear": {"first": [0]}}),
+        lambda data: data["regions"]["blocks.0"].update(acts={"F.linear": {"0": 0}}),
+        lambda data: data["regions"]["blocks.0"].update(kept_bytes="much"),
+    ],
+)
+def test_text_that_is_no_plan_is_an_error(change):
+    entry = remat.budgets.Planned(False, {"F.linear": {0: (0,), 1: ()}}, 100, 0.5)
+    data = json.loads(remat.budgets.Plan({"blocks.0": entry}).to_json())
+    assert remat.budgets.Plan.from_json(json.dumps(data))["blocks.0"] == entry
+    change(data)
+    with pytest.raises(remat.UsageError, match="not a plan"):
+        remat.budgets.Plan.from_json(json.dumps(data))
 
 
 def test_plan_that_fits_no_region_is_an_error():
@@ -136,67 +229,135 @@ def test_plan_that_fits_no_region_is_an_error():
 def test_frontier_goes_from_full_recomputation_to_none(tmp_path):
     model, x = Chain(depth=6, width=64), leaf(32, 64)
     remat.checkpoint_modules(model, "blocks.*")
-    measured = remat.budgets.frontier(lambda x: step(model, x), x, budgets=3, steps=1)
+    runs = []
+    measured = remat.budgets.frontier(lambda: [runs.append(1), step(model, x)], budgets=4)
+    assert len(runs) <= 5
     kept = [point.kept_bytes for point in measured.points]
     assert kept == sorted(kept)
+    for field in ("seconds", "replay_seconds"):
+        times = [getattr(point, field) for point in measured.points]
+        assert times == sorted(times, reverse=True)
     assert measured.points[0].replay_seconds > 0
     assert measured.points[-1].replay_seconds == 0
-    assert all(point.peak_bytes == 0 for point in measured.points)  # which an accelerator's allocator alone tells
+    assert kept[0] == 6 * x.nbytes
+    assert kept[-1] == kept_without_limit(lambda: step(model, x))
+    assert all(point.peak_bytes >= point.kept_bytes for point in measured.points)
     assert "a GiB buys" in str(measured)
-    assert len(measured.to_dict()["points"]) == 3
+    assert len(measured.to_dict()["points"]) == 4
     pytest.importorskip("matplotlib")
     measured.plot(tmp_path / "frontier.png")
     with pytest.raises(remat.UsageError, match="no region"):
         remat.budgets.frontier(lambda: None)
+    with pytest.raises(remat.UsageError, match="budgets=2 or more"):
+        remat.budgets.frontier(lambda: step(model, x), budgets=1)
+
+
+def test_points_of_a_frontier_are_what_budgets_of_their_size_keep():
+    model, x = Parts(), leaf(32, 16)
+    expected, model.wrap = step(model, x), checkpointed
+    measured = remat.budgets.frontier(lambda: step(model, x), budgets=8)
+    assert len({point.kept_bytes for point in measured.points}) > 4
+    for point in measured.points:
+        with remat.budget(max(point.peak_bytes, point.kept_bytes), reserve=0) as budget:
+            for _ in range(2):
+                assert_same(expected, step(model, x))
+        last = budget.steps[-1]
+        assert last.forward_bytes >= point.kept_bytes
+        assert last.choice.ns / 1e9 <= point.replay_seconds
+        share = (point.kept_bytes - measured.points[0].kept_bytes) / (
+            measured.points[-1].kept_bytes - measured.points[0].kept_bytes
+        )
+        with remat.budget(f"{min(100 * share + 1e-6, 100):.6f}%") as budget:  # which does not count what replays fill
+            for _ in range(2):
+                assert_same(expected, step(model, x))
+        if share > 0:
+            assert budget.steps[-1].forward_bytes == point.kept_bytes
 
 
 # Offloading and traces
 
 
-def test_what_would_be_evicted_is_offered_to_the_offloader_first(tmp_path):
-    model, x = Chain(depth=8, width=64), leaf(64, 64)
+@pytest.mark.parametrize("kind", ["disk", "host"])
+def test_what_is_not_bought_is_offered_to_the_offloader_first(kind, tmp_path):
+    model, x = Parts(width=32, depth=6), leaf(64, 32)
     expected = step(model, x)
     model.wrap = checkpointed
-    limit = kept_without_limit(lambda: step(model, x)) // 2
-    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
-    for _ in range(2):
-        with remat.budget(limit, reserve=0, offload="fill") as budget, remat.offload_to(offloader):
-            with remat.trace() as trace:
-                loss = model(x).square().mean()
-            assert budget.kept_bytes <= limit
-            assert_same(expected, torch.autograd.grad(loss, [*model.parameters(), x]))
-            del loss
-        offloaded = sum(row.offloaded_bytes for row in budget.steps[-1].rows)
-        assert sum(one.offloaded_bytes for one in trace.given_up) == offloaded > 0
-        assert "offloaded" in str(trace)
+    limit = kept_without_limit(lambda: step(model, x)) // 3
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0) if kind == "disk" else Counting()
+    recomputed = {}
+    for offload in (None, "fill"):
+        with remat.budget(limit, reserve=0, offload=offload) as budget, remat.offload_to(offloader):
+            for _ in range(RECORDED + 3):
+                with CountOps() as ops:
+                    loss = model(x).square().mean()
+                    sent = remat.memory_report(loss).offloaded_bytes
+                    assert budget.kept_bytes <= limit
+                    assert_same(expected, torch.autograd.grad(loss, [*model.parameters(), x]))
+                    del loss
+        recomputed[offload] = sum(ops.counts.values())
+        assert (sent > 0) == (offload == "fill")
         assert budget.kept_bytes == 0
+    assert recomputed["fill"] < recomputed[None]
 
 
 def test_trace_shows_what_a_budget_evicted_and_how_it_stood(tmp_path):
-    budget = remat.budget("3 KiB", reserve=0)
-    run_steps(budget, steps=1)
-    with remat.trace() as trace:
-        run_steps(budget, steps=1)
-    evicted_bytes = sum(row.evicted_bytes for row in budget.steps[-1].rows)
+    budget, model, x, w = remat.budget(2**40, reserve=0), Parts(), leaf(32, 16), leaf(16, 512)
+    model.wrap = checkpointed
+    saved = remat.checkpoint(policy=[torch.ops.aten.mm.default], region_name="head")(lambda x: (x @ w).sin())
+    with budget:
+        for _ in range(RECORDED):
+            step(model, x)
+    rungs = budget.steps[-1].rows[0].part.ladder.rungs
+    budget.limit = budget.budget_bytes = 3 * rungs[-2].bytes + 64 * 2**10
+    with budget, remat.trace() as trace:
+        loss = saved(model(x)).square().mean()
+        evicted_bytes = budget.steps[-1].sum_of("lowered_bytes")
+        limit = int(budget.limit)
+        assert budget.kept_bytes <= limit
+        loss.backward()
+        del loss
     assert sum(one.bytes for one in trace.given_up) == evicted_bytes > 0
-    assert {(one.region, one.call) for one in trace.given_up} <= {(f"layers.{at}", at) for at in range(3)}
-    assert all(0 < one.kept_bytes <= 3 * 2**10 for one in trace.given_up)
-    first = trace.given_up[0]
-    assert first.region == "layers.0"
-    before = [span for span in trace.spans if span.end_us <= first.time_us]
-    assert (before[-1].region, before[-1].phase) == ("layers.1", "forward")
+    assert {(one.region, one.call) for one in trace.given_up} <= {(f"blocks.{at}", at) for at in range(3)}
+    assert trace.given_up[-1].kept_bytes <= limit
+    before = [span for span in trace.spans if span.end_us <= trace.given_up[0].time_us]
+    assert (before[-1].region, before[-1].phase) == ("head", "forward")
     (state,) = trace.budgets
-    assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, 3 * 2**10, 3 * 2**10)
+    assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, limit, limit)
     text = str(trace)
-    assert "budget of 3.0 KiB, limit 3.0 KiB: 0 B kept by its regions at the end" in text
+    assert ": 0 B kept by its regions at the end" in text
     assert "evicted:" in text
     assert trace.given_up[0].region in text
-    assert "budget of 3.0 KiB" in trace._repr_html_()
+    assert "budget of" in trace._repr_html_()
     data = json.loads(trace.to_json())
-    assert data["given_up"][0]["saved_tensors"] == list(trace.given_up[0].saved_tensors)
-    assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": 3072, "budget_bytes": 3072}]
+    assert data["given_up"][0].keys() == {"region", "call", "time_us", "bytes", "kept_bytes"}
+    assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": limit, "budget_bytes": limit}]
     trace.to_chrome_trace(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     assert sum(event["args"]["bytes"] for event in events if event["ph"] == "i") == evicted_bytes
     pytest.importorskip("matplotlib")
     trace.plot(tmp_path / "step.png")
+
+
+def test_memory_report_tells_how_the_budget_stands():
+    budget, blocks = remat.budget("5 KiB", reserve=0), [Mlp() for _ in range(3)]
+    run_steps(budget, 2, blocks)
+    with budget:
+        y = checkpointed(blocks[0], region_name="layers.0")(leaf(16, 8))
+        kept = f"by regions: {budget.kept_bytes} B of a budget of 5.0 KiB, 2.0 KiB recomputed in this step"
+        assert kept in str(remat.memory_report(y))
+
+
+def test_plan_in_a_budget_is_counted():
+    model, x = Chain(depth=3, width=64), leaf(64, 64)
+    expected = step(model, x)
+    with remat.checkpoint_modules(model, "blocks.*"), remat.budget("100%") as budget:
+        for _ in range(3):
+            step(model, x)
+    plan = budget.plan()
+    with remat.checkpoint_modules(model, "blocks.*", plan=plan), remat.budget("1 GiB") as other:
+        y = model(x)
+        assert other.kept_bytes == budget.steps[-1].most_bytes > 0
+        del y
+        assert other.kept_bytes == 0
+        assert_same(expected, step(model, x))
+        assert "plain code" in other.report()

@@ -208,6 +208,7 @@ OURS: dict[str, Apply] = {
     "names": modules(policy=remat.save_names("*.addmm*")),
     "collectives": modules(policy=_keeps_collectives),
     "titan": modules(policy=_TITAN),
+    "price": modules(policy=remat.policies.memory_budget(0.5)),
     "call": _changed(_call, modules()),
     "native": _changed(_native, modules()),
     "handle": _changed(_handle, modules()),

@@ -41,6 +41,7 @@ CHECKS_OF_ONE = [
     "saved_collectives_do_not_run_again",
     "bitwise_notices_other_values_of_split_tensors",
     "dtr_is_refused",
+    "policies_by_price",
     *([] if OLDEST else ["dtr_runs_in_a_stage_of_a_pipeline"]),
 ]
 CHECKS_OF_TWO = [
@@ -52,6 +53,10 @@ CHECKS_OF_TWO = [
     "a_rank_that_does_something_else_is_told_after_the_block",
     "a_rank_that_waits_is_told_while_it_hangs",
     "agree_tp",
+    "agree_ddp",
+    "policies_by_price",
+    "policies_by_function",
+    "shapes_that_only_some_ranks_know",
     "without_a_group",
     "rank_that_comes_late",
     "rank_that_runs_one_region_less",

@@ -438,21 +438,20 @@ class Answerer:
 
         See NOTE [ A placeholder that is read after all ].
         """
-        if self._over or self._started_over_for is not None:
+        if self._over:
+            return False
+        if self.runs_functions():  # alone: then this is a plain region, which may start over, too
+            return True
+        if self._started_over_for is not None:
             return False
         if refusal is not None:
             if self.is_of_handle(refusal.source):
                 return False
-        elif not (self.region.kind is not None or is_of_placeholders(error)) and (
-            isinstance(error, RematError | Warning) or not self.changes_results
-        ):
+        elif not is_of_placeholders(error) and (isinstance(error, RematError | Warning) or not self.changes_results):
             return False  # of a placeholder that was reshaped in place, autograd makes views anew that may not fit
         entries = [entry for entry in self._entries if not (entry.run or entry.is_view() or self._stays_skipped(entry))]
-        skipped = [call for call in self.region.tape.functions.values() if call.is_saved and call.results is not None]
-        if not (entries or skipped) or any(self._cannot_run(entry) for entry in entries):
+        if not entries or any(self._cannot_run(entry) for entry in entries):
             return False
-        if skipped:
-            self._run_functions()
         for entry in entries:
             entry.run = True
         for entry in self._entries:
@@ -460,15 +459,18 @@ class Answerer:
         self._started_over_for, self._refusal = error, refusal
         return True
 
-    def _run_functions(self) -> None:
-        """Let all calls of functions run that a ladder keeps or skips, of which forward did something else."""
-        if self.region.kind is not None:
-            self.region.kind.restarts += 1
-        for call in self.region.tape.functions.values():
+    def runs_functions(self) -> bool:
+        """Let all calls of functions run, if a ladder has chosen them; return whether any did not run."""
+        kind, calls = self.region.kind, self.region.tape.functions.values()
+        if kind is None or not any(call.is_saved for call in calls):
+            return False
+        kind.restarts += 1
+        for call in calls:
             call.is_saved = False
-            for elided in call.waiting:
-                if (holder := elided.holder()) is not None:
+            for waiting in call.waiting:
+                if (holder := waiting.holder()) is not None:
                     holder.resident = False
+        return True
 
     @property
     def has_started_over(self) -> bool:

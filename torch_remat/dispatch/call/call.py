@@ -163,7 +163,7 @@ def _is_pure(function: Any) -> bool:
 def may_draw(name: str) -> bool:
     """Whether a function of torch's own may draw random numbers, as its ops' tags and parameters tell."""
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if packet is None or not hasattr(packet, "overloads"):  # such as a method of Python's, `__eq__`
         return True
     ops = [getattr(packet, overload) for overload in packet.overloads()]
     return any(

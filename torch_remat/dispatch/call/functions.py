@@ -54,12 +54,13 @@ from torch_remat.dispatch.ops.entry import FIRST
 from torch_remat.dispatch.ops.meta import described
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import Carried, RematError
 from torch_remat.ladders.ladder import Rung
 from torch_remat.policies.decision import CheckpointPolicy, Decision
 from torch_remat.policies.functions import changes_arguments, label_of, name_of, opened, opened_around
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
-from torch_remat.policies.policy import KeptFunctions
+from torch_remat.policies.policy import NOTHING_BY_FUNCTION, KeptFunctions
 
 _new = object.__new__  # as in the recorder
 _PLAIN = frozenset((Tensor, Parameter))
@@ -96,6 +97,7 @@ class Functions(TorchFunctionMode):
 
     def around(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the region's function, and see the functions that it calls."""
+        self._counts.clear()  # replay may start over
         with self:
             return function(*args, **kwargs)
 
@@ -144,8 +146,11 @@ class Noting(Functions):
         places: Sequence[int] | None = None
         if (numbers := self.chosen.acts.get(func)) is not None and (places := numbers.get(number)) is None:
             return func(*args, **kwargs)
-        name = self._name_of(func)
-        if self._left_out and any(fnmatchcase(name, pattern) for pattern in self._left_out):
+        if places is not None:
+            name = self.chosen.names.get((func, number)) or f"{self._about[func].name}_{number}"
+        else:
+            name = self._name_of(func)
+        if self._left_out and places is None and any(fnmatchcase(name, pattern) for pattern in self._left_out):
             return func(*args, **kwargs)
         about = self._about[func]
         if log.has_policy or not about.is_in_c:
@@ -157,6 +162,10 @@ class Noting(Functions):
         call: Call = _new(Call)
         call.name = call.group = name
         call.policy, call.function, call.waiting = about.policy, func, ()
+        if places is not None:
+            call.is_by_price = True
+            if (func, number) in self.chosen.away:
+                call.policy = CheckpointPolicy.OFFLOAD
         if casts is not None:
             call.casts = casts
         call.layout, before, reads = _taken(leaves)
@@ -172,6 +181,8 @@ class Noting(Functions):
         if self._note_result(log, call, result, before, reads, places):
             if draws is not None:
                 call.drawn = draws.end()
+            if call.start == call.end:  # no place of the tape distinguishes it from another
+                call.layout = call.layout, _known_by(log.region, leaves)
             log.region.tape.functions[func, number] = call
         else:
             log.give_up(call)
@@ -314,15 +325,16 @@ class Census(TorchFunctionMode):
         return result
 
 
-def with_rung(fixed: KeptFunctions, rung: Rung) -> KeptFunctions:
-    """Return what a policy says of functions, with what is kept by price."""
+def with_rung(fixed: KeptFunctions | None, rung: Rung) -> KeptFunctions:
+    """Return what a policy says of functions, if there is one, with what is kept by price."""
+    fixed = NOTHING_BY_FUNCTION if fixed is None else fixed
     key = id(rung), id(fixed.tables)
     if (known := _RUNGS.get(key)) is None or known[0] is not rung or known[1].tables is not fixed.tables:
         if len(_RUNGS) >= _MANY:
             _RUNGS.clear()
         decisions = dict.fromkeys(rung.acts, Decision.MUST_SAVE) | dict(fixed.decisions)
         acts = {function: acts for function, acts in rung.acts.items() if function not in fixed.decisions}
-        whole = fixed._replace(decisions=decisions, tables={}, acts=acts)
+        whole = fixed._replace(decisions=decisions, tables={}, acts=acts, away=rung.away, names=rung.names)
         known = _RUNGS[key] = rung, fixed, whole
     return known[2]
 
@@ -388,7 +400,10 @@ class Giving(Functions):
         if call.casts is not None:
             args, kwargs, _ = _cast(func, args, kwargs, call.casts)
         leaves = args if not kwargs and _FLAT.issuperset(map(type, args)) else leaves_of(args, kwargs)
-        if replay.position != call.start or _layout_of(leaves) != call.layout:
+        layout: Any = _layout_of(leaves)
+        if call.start == call.end:
+            layout = layout, _known_by(ops.region, leaves)
+        if replay.position != call.start or layout != call.layout:
             return func(*args, **kwargs)
         ops.come_to(call, leaves)
         if call.drawn is not None:
@@ -475,6 +490,19 @@ def _layout_of(leaves: Sequence[Any]) -> Sequence[Any]:
         ]
     except RuntimeError:  # sparse tensors have no strides
         return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:
+    """Return what distinguishes calls that save nothing: plain arguments, and those of the region, and parameters."""
+    found: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            found.append(leaf if type(leaf) in _FLAT else None)
+        elif type(leaf) in _PLAIN and leaf.layout is torch.strided:  # in replay it may be a placeholder
+            is_here = not region.options.offload_inputs and region.inputs.lies_with(storage_key(leaf))
+            if is_here or type(leaf) is Parameter:
+                found.append((place, storage_key(leaf)))
+    return found
 
 
 def _key_of(tensor: Tensor) -> int:

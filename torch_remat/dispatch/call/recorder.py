@@ -354,10 +354,12 @@ class Recorder:
         if inputs.shares(owner) or holder.metadata[0] != tensor._version:
             return False  # the inputs have its memory
         maker = self.maker_of(tensor)
-        if key_of(tensor) in self.by_handles or (
+        is_kept = key_of(tensor) in self.by_handles or (
             maker is not None
             and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor))
-        ):
+        )
+        is_by_price = maker is not None and isinstance(maker[0], Call) and maker[0].is_by_price
+        if is_kept and not is_by_price:
             return False  # replay will not have it
         found = given.find(tensor, key_of(tensor))
         if found is None or found[1].layout is not strided:
@@ -375,7 +377,12 @@ class Recorder:
             if inputs.shares(base):
                 return False  # a view without a base, such as a detached one, does
             origin = _origin_of(base, region.first_number)
-        call.waiting = [*call.waiting, Waiting.of(tensor, holder, place, source, origin)]
+        waiting = Waiting.of(tensor, holder, place, source, origin)
+        if is_kept:  # as long as replay does not run what makes it
+            assert maker is not None
+            call.may_wait = [*call.may_wait, (maker[0], waiting)]
+            return False
+        call.waiting = [*call.waiting, waiting]
         given.use(place)
         if maker is not None:
             self.needed.append((key_of(tensor), len(self.entries)))

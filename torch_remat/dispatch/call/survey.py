@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from sys import _getframe
 from time import perf_counter_ns
+from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +20,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from torch_remat._compat import CompiledCode, graph_task, is_dynamo_compiling, keep_from_compiler
+from torch_remat._compat import (
+    COLLECTIVES,
+    CompiledCode,
+    collective_counter,
+    graph_task,
+    is_dynamo_compiling,
+    keep_from_compiler,
+    process_groups,
+)
+from torch_remat.dispatch.call.collectives import Collectives
 from torch_remat.dispatch.call.functions import can_be_kept, is_counted
 from torch_remat.dispatch.call.result import flatten
 from torch_remat.dispatch.holder import value_behind
@@ -27,6 +38,7 @@ from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import written_arguments
 from torch_remat.dispatch.ops.schema import effects_of
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.region import Tape
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.record import Record, Step
 from torch_remat.policies.functions import name_of, opened
@@ -52,6 +64,8 @@ class Survey(TorchFunctionMode):
         self._mode, self._kind, self._shapes = mode, kind, shapes
         self._record = Record()
         self._units: dict[int, int] = {}
+        self._saved: dict[int, int] = {}  # the bytes of all that is saved, by storage
+        self._begun = perf_counter_ns()
         self._alive: list[StorageWeakRef] = []  # so that no address comes again
         self._step: Step | None = None
         self._made: dict[int, None] = {}  # the units that it has made so far
@@ -63,6 +77,9 @@ class Survey(TorchFunctionMode):
         self._compiled = CompiledCode()
         self._has_gradients = False
         self._is_on_cpu = True
+        self._has_others = any(size > 1 for _, size in process_groups())
+        count = collective_counter() if self._has_others else None
+        self._collectives = None if count is None else Collectives(count, mode.region.function)
 
     def around(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the region's function, and see the functions that it calls."""
@@ -76,23 +93,39 @@ class Survey(TorchFunctionMode):
         finally:
             self._path.end = None
 
-    def finish(self, saved: Sequence[Any]) -> None:
-        """End the record, given what autograd has saved.
+    def finish(self, tape: Tape) -> None:
+        """End the record, given what forward has noted.
 
-        Nothing is learned of what compiled code hides, nor where gradients are taken inside: none goes through a call
-        that replay skips.
+        Of what compiled code hides, and where gradients are taken inside, no more is learned than all that it keeps.
         """
         record = self._record
-        for entry in saved:
+        for entry in tape.saved:
             if (value := value_behind(entry)) is not None:
                 record.saved.update(self._units_of(value))
-        self._alive.clear()
-        self._units.clear()
-        if self._compiled.ran or self._has_gradients:
-            self._kind.give_up()
-        else:
-            record.end()
-            self._kind.learn(self._shapes, record)
+        self.note_saved(tape.saved)
+        if self._collectives is not None and (found := self._collectives.found()):
+            self._kind.communicates = found
+        record.whole_bytes = sum(self._saved.values())
+        record.whole_ns = perf_counter_ns() - self._begun
+        record.is_hidden = self._compiled.ran or self._has_gradients
+        record.is_named = bool(tape.records)
+        for known in (self._alive, self._units, self._saved):
+            known.clear()
+        record.end()
+        self._kind.learn(self._shapes, record)
+
+    def note_saved(self, saved: Sequence[Any]) -> None:
+        """Note what autograd has saved in this region, or in one inside, where it keeps that as plain code."""
+        for entry in saved:
+            holder = entry() if type(entry) is ref else None
+            if holder is not None and (value := holder.value) is not None:
+                if self._has_others and type(value).__module__.startswith("torch.distributed."):
+                    self._kind.communicates = f"saves a {type(value).__name__}"
+                for part in parts_of(value):
+                    if part.layout is torch.strided and (
+                        holder.producer is not NoneType or key_of(part) in self._units
+                    ):
+                        self._saved[key_of(part)] = part.untyped_storage().nbytes()
 
     @keep_from_compiler
     def __torch_function__(
@@ -159,6 +192,8 @@ class Survey(TorchFunctionMode):
         effects = effects_of(op)
         if effects.ignored:
             return result
+        if self._has_others and effects.namespace in COLLECTIVES:
+            self._kind.communicates = "runs collectives"
         step = Step(None, -1, effects.name) if self._step is None else self._step
         step.ns += spent
         step.random = step.random or effects.random

@@ -6,12 +6,12 @@ of a region that keeps something, with a hook on each of its nodes that starts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from sys import _getframe, getrefcount
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -65,14 +65,13 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.options import DEFAULTS, Options, is_watched, keeping, watch
+from torch_remat.dispatch.options import DEFAULTS, Begun, Keeping, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion, Region
 from torch_remat.dispatch.region.replay import Filling
 from torch_remat.errors import UsageError, warn
-from torch_remat.ladders.kinds import Kind, kind_of
-from torch_remat.ladders.ladder import Rung
+from torch_remat.ladders.kinds import kind_of
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -84,8 +83,6 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     for chosen in options.modules:
         chosen.enter(function, args)
     parent, budget = current_mode(), keeping.get()
-    if budget is not None and parent is None and (run := budget.runner(options, function, args, kwargs)) is not None:
-        return run(function, args, kwargs)
     is_part = False
     observed = None
     if isinstance(parent, Recording) and parent.region.inputs is not None:
@@ -96,19 +93,18 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
-    begun = None
-    if options.price is not None and top_saved_tensors_hooks() is None:  # else the forward may run again, just so
-        begun = begin(options, function, leaves_of(args, kwargs))
-        if begun.rung is not None and begun.rung.is_plain:
-            return function(*args, **kwargs)
+    begun = begin(options, budget, function, args, kwargs)
+    if begun is not None and begun.run is not None:
+        return begun.run(function, args, kwargs)
     region = Region(function, args, kwargs, options, Filling)
     if budget is not None and (parent is None or not parent.recomputing):
-        region.keeper = budget.begin(region)
+        region.keeper = budget.keeper(region, begun)
     mode = Recording(region)
     try:
         if begun is not None and not region.traced:
             mode.go_by_price(begun)
-        contexts: Sequence[AbstractContextManager[Any]] = () if options is DEFAULTS else mode.contexts()
+        is_plain = options is DEFAULTS and begun is None
+        contexts: Sequence[AbstractContextManager[Any]] = () if is_plain else mode.contexts()
         if is_watched():
             mode.observed = observed = watch(mode)
             contexts = (observed, *contexts)
@@ -116,6 +112,8 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         run = function if seen is None else partial(seen.around, function)
         output = mode.run(run, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
+        if isinstance(parent, Recording) and parent.survey is not None:
+            parent.survey.note_saved(region.tape.saved)
         mode.finish(nodes)
         if region.tape.others and parent is not None and not is_part:
             parent.take_others(region.tape)
@@ -140,22 +138,33 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     return output
 
 
-class Begun(NamedTuple):
-    """What is known of a region by price before it begins: its kind, the shapes of its arguments, and its rung."""
-
-    kind: Kind
-    shapes: Hashable
-    rung: Rung | None
-
-
-def begin(options: Options, function: Callable[..., Any], leaves: Sequence[Any]) -> Begun:
-    """Return what is known of a region whose policy goes by price."""
+def begin(
+    options: Options,
+    budget: Keeping | None,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Begun | None:
+    """Return what is known by price of a region that is about to begin; None if it does not go by price."""
+    if (budget is None and options.price is None) or options.policy is not None:
+        return None
+    if top_saved_tensors_hooks() is not None:
+        return None  # its forward may run again, and must keep the same
+    leaves = leaves_of(args, kwargs)
     kind, shapes = kind_of(function, leaves)
-    rung = None
-    if options.price is not None and options.functions is not None and not kind.is_new(shapes):
-        ladder = kind.ladder(shapes, options.functions.decisions, options.functions.left_out)
-        rung = None if ladder is None else options.price.choose(ladder)
-    return Begun(kind, shapes, rung)
+    if options.price is None:
+        assert budget is not None
+        return budget.begin(options, function, leaves, kind, shapes)
+    is_new = kind.is_new(shapes) and not kind.communicates
+    if is_new or options.functions is None or kind.communicates:
+        return Begun(kind, shapes, is_new=is_new)
+    ladder = kind.ladder(shapes, options.functions.decisions, options.functions.left_out)
+    rung = None if ladder is None else options.price.choose(ladder)
+    return Begun(kind, shapes, rung, run=_plain if rung is not None and rung.is_plain else None)
+
+
+def _plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def run_transformed(
@@ -198,17 +207,12 @@ class Recording(RematMode):
     _value_of: ValueOf | None = None  # what the determinism check compares
     functions: Noting | None = None  # calls of functions, if the policy names some
     survey: Survey | None = None  # of all of them, if this forward is recorded
-    _keeps = False  # whether a budget may keep saved tensors
-    _noted: list[ref[Any]]  # these
 
     def __init__(self, region: Region) -> None:
         self.region = region  # type: ignore[assignment]  # forward runs
         # The places of tensors that Python code knows; None where no values are compared.
         self._carriers: list[int] | None = [] if takes_samples(region.serial) else None
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
-        self._noted = []
-        if region.keeper is not None and region.keeper.keeps:
-            self._keeps, self._carriers = True, None
         if region.options is not DEFAULTS:
             check = region.options.determinism_check
             value_of = None if check == DEFAULTS.determinism_check else value_function(check)
@@ -236,11 +240,12 @@ class Recording(RematMode):
 
     def go_by_price(self, begun: Begun) -> None:
         """Keep what a rung says, or record this forward for a ladder."""
-        region, (region.kind, shapes, rung) = self.region, begun
-        if rung is not None and region.chosen is not None:
-            region.chosen = with_rung(region.chosen, rung)
-        elif region.kind.is_new(shapes):
-            self.survey = survey = Survey(self, region.kind, shapes)
+        region = self.region
+        region.kind = begun.kind
+        if begun.rung is not None and begun.kind.keeps_calls:
+            region.chosen = with_rung(region.chosen, begun.rung)
+        elif begun.is_new:
+            self.survey = survey = Survey(self, begun.kind, begun.shapes)
             self.opening, self.lets_compiled_code_run = survey.see, CompiledCode.is_noticed
             region.surveyed, region.chosen = True, None
 
@@ -267,7 +272,6 @@ class Recording(RematMode):
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, carriers = tape.saved, tape.layouts, self._carriers
         saved, nested = entries.append, region.hooks is not None
-        note = self._take_note if self._keeps else None
 
         def pack(tensor: torch.Tensor) -> Holder | Anchor | torch.Tensor:
             ops, saving = self.ops, None
@@ -318,8 +322,6 @@ class Recording(RematMode):
             saved(ref(holder))
             if saving is not None:
                 holder.op = saving.name  # type: ignore[misc]
-            elif note is not None:
-                note(ops)
             return holder
 
         return pack
@@ -371,15 +373,7 @@ class Recording(RematMode):
                 holder.origin = ref(owner)
         if region.hooks is not None and not is_input and (node is None or holder.origin is not None):
             region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
-        if self._keeps and saving is None:
-            self._take_note(self.ops)
         return holder
-
-    def _take_note(self, ops: Recorder | None) -> None:
-        """Let a budget take note of a saved tensor that it may keep."""
-        assert self.region.keeper is not None
-        self.region.keeper.note(ops)
-        self._noted.append(self.region.tape.saved[-1])  # type: ignore[arg-type]
 
     def take_others(self, tape: TapeLike) -> None:
         """Note what an inner region has saved and not made."""
@@ -425,9 +419,8 @@ class Recording(RematMode):
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
             region.last_sample = last_sample(region.tape.saved, carriers, region.inputs)
-        keeper, values = region.keeper, self._values() if self._noted else []
         if self.survey is not None:
-            self.survey.finish(region.tape.saved)
+            self.survey.finish(region.tape)
         self._empty()
         region.end_number = sequence_number()
         region.versions, region.flags = versions_of(region.parameters), flags_of(region.parameters)
@@ -439,20 +432,11 @@ class Recording(RematMode):
             finish(self.ops)
         if region.outside is not None:
             region.outside.finish(bool if self.ops is None else self.ops.storages.has_changed)
-        if keeper is not None:
-            for entry, value in values:
-                keeper.keep(entry, value)
-            values.clear()
         if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
             region.rng = None
         if self.functions is not None:
             self.functions.finish()
         region.finished = True
-
-    def _values(self) -> list[tuple[ref[Holder], Tensor | None]]:
-        """Return the values that a budget may keep, without a graph; None for a holder that is gone."""
-        values = [(entry, None if (holder := entry()) is None else holder.value) for entry in self._noted]
-        return [(entry, value if value is None else self.alias_of(value)) for entry, value in values]
 
     def _empty(self) -> None:
         """Empty the holders that replay fills; of the others an alias without a graph stays.

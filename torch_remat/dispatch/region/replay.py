@@ -393,11 +393,19 @@ class Filling(Replaying):
     def _starts_over_for(self, error: Exception | None) -> bool:
         """Whether replay starts over, given the exception that left the function."""
         refusal = self._refused()
-        if self.ops is None or (refusal is None and (self.stopped or error is None)):
+        if self.ops is None:
             return False
+        if refusal is None and (self.stopped or error is None):  # an error of ours, or the end
+            return self.region.kind is not None and self._is_doubtful() and self.ops.runs_functions()
         if refusal is not None and refusal.source.is_of(self.region):
             return self.ops.starts_over_for(refusal.error(), refusal)
         return error is not None and self.ops.starts_over_for(error, None)
+
+    def _is_doubtful(self) -> bool:
+        """Whether what has run is an error, as far as it is known."""
+        if self._error is not None or self.region.tape.empty():
+            return True
+        return self._other_sample(self.region.last_sample) is not None
 
     def _begin_again(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
@@ -428,7 +436,7 @@ class Filling(Replaying):
         return with_leaves(args, kwargs, fresh)
 
     def _stop_at(self, position: int) -> None:
-        if position != self._last or self._unfilled_number == sequence_number():
+        if position < self._last or self._unfilled_number == sequence_number():
             return
         is_last = position == self._limit - 1 and count_of_modes() == (self.ops is not None)
         if not (is_last and self._tail_is_tiny(position)):
@@ -549,7 +557,9 @@ class Filling(Replaying):
         if not region.options.early_stop and self.position != len(self._saved):
             raise saved_otherwise(region, self.position)
         if region.last_sample is not None or self._suspects:
-            self._compare_samples(region.last_sample)
+            error = self._other_sample(region.last_sample)
+            if error is not None:
+                raise error
 
     def _explained(self, error: Exception) -> Exception:
         """Return an error, with another remedy where a placeholder is read though everything has run."""
@@ -557,8 +567,8 @@ class Filling(Replaying):
             error.remedy = GROWN
         return error
 
-    def _compare_samples(self, last: tuple[int, bytes] | None) -> None:
-        """Compare values at the end of replay; see NOTE [ Samples ]."""
+    def _other_sample(self, last: tuple[int, bytes] | None) -> Exception | None:
+        """Return the error about a value that differs from forward's; see NOTE [ Samples ]."""
         samples = [(position, self.region.samples[position], line) for position, line in self._suspects]
         if last is not None:
             samples.append((*last, ""))
@@ -566,7 +576,8 @@ class Filling(Replaying):
             entry = self._saved[position]
             holder = entry() if type(entry) is ref else None
             if holder is not None and (value := holder.value) is not None and has_other_values(before, value):
-                raise other_values(self.region, holder, before, line)
+                return other_values(self.region, holder, before, line)
+        return None
 
 
 _REPLAY = Filling.replay.__code__

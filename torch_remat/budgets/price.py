@@ -1,0 +1,135 @@
+"""What the regions of a step keep at one price: each what is worth it, as far as the bytes go.
+
+In: for each region of a step its ladder. Kept: nothing. Out: a rung for each, and the price of a byte: the nanoseconds
+that the next one would spare.
+
+Rungs are on lower hulls, so that to buy always the step that spares most time for a byte is the optimum of the linear
+program, but for the last step, which does not fit as a whole. Of equal steps the later region buys first: its replay
+would come when the others still hold everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch_remat.ladders.ladder import Ladder, Rung
+
+
+class Part(NamedTuple):
+    """One region of a step.
+
+    Attributes:
+        ladder: What it can keep.
+        scale: Its bytes, and its time, are so many times those of the ladder.
+        more_bytes: What it keeps besides, whatever the rung.
+    """
+
+    ladder: Ladder
+    scale: float = 1.0
+    more_bytes: int = 0
+
+    def bytes_at(self, rung: int) -> float:
+        """Return what it keeps on a rung."""
+        return self.ladder.rungs[rung].bytes * self.scale + self.more_bytes
+
+    def filled_by(self, rung: int) -> float:
+        """Return what its replay makes besides what it keeps on a rung."""
+        one = self.ladder.rungs[rung]
+        return 0.0 if one.is_plain else max(self.ladder.whole_bytes - one.bytes, 0) * self.scale
+
+
+class Choice(NamedTuple):
+    """What the regions of a step keep.
+
+    Attributes:
+        rungs: For each region the number of its rung.
+        bytes: What they keep together.
+        peak_bytes: What they keep and a replay fills, at most.
+        ns: What it costs.
+        price: Nanoseconds that a byte of the best step spares that was not bought; 0 if everything was.
+        next_bytes: The bytes of that step.
+    """
+
+    rungs: Sequence[int]
+    bytes: int
+    peak_bytes: int
+    ns: float
+    price: float
+    next_bytes: int
+
+
+def choose(parts: Sequence[Part], limit: float, counts_replays: bool) -> Choice:
+    """Return what is bought within a number of bytes.
+
+    Args:
+        parts: The regions, in the order of forward.
+        limit: What they may keep together.
+        counts_replays: Whether also what a replay fills is to be within the limit, at any moment of backward, or within
+            what is needed there if nothing is kept.
+    """
+    at = [0] * len(parts)
+    most = max(limit, peak(parts, at))
+    total = sum(part.bytes_at(0) for part in parts)
+    refused = (0.0, 0)
+    steps: list[tuple[float, int]] = [(-gain(part, 0), -place) for place, part in enumerate(parts) if _has(part, 0)]
+    heapify(steps)
+    while steps:
+        negative, place = heappop(steps)
+        part = parts[-place]
+        more = part.bytes_at(at[-place] + 1) - part.bytes_at(at[-place])
+        at[-place] += 1
+        if total + more > limit or (counts_replays and peak(parts, at) > most):
+            at[-place] -= 1
+            refused = refused if refused[1] else (-negative, int(more))
+            continue  # what comes later on this ladder is worth less
+        total += more
+        if _has(part, at[-place]):
+            heappush(steps, (-gain(part, at[-place]), place))
+    ns = sum(part.ladder.rungs[rung].ns * part.scale for part, rung in zip(parts, at, strict=True))
+    return Choice(at, int(total), int(peak(parts, at)), ns, *refused)
+
+
+def peak(parts: Sequence[Part], at: Sequence[int]) -> float:
+    """Return the most that regions hold at any moment: after forward, or while one of them is replayed."""
+    sums = accumulate(part.bytes_at(rung) for part, rung in zip(parts, at, strict=True))
+    filled = (part.filled_by(rung) for part, rung in zip(parts, at, strict=True))
+    return max(map(float.__add__, map(float, sums), filled), default=0.0)
+
+
+def curve(parts: Sequence[Part]) -> list[tuple[int, float]]:
+    """Return what all steps keep and cost, from nothing kept to all, as bytes and nanoseconds."""
+    total = sum(part.bytes_at(0) for part in parts)
+    ns = sum(part.ladder.rungs[0].ns * part.scale for part in parts)
+    steps = sorted(
+        (-gain(part, rung), place, rung)
+        for place, part in enumerate(parts)
+        for rung in range(len(part.ladder.rungs) - 1)
+    )
+    points = [(int(total), ns)]
+    for _, place, rung in steps:
+        part = parts[place]
+        total += part.bytes_at(rung + 1) - part.bytes_at(rung)
+        ns -= (part.ladder.rungs[rung].ns - part.ladder.rungs[rung + 1].ns) * part.scale
+        points.append((int(total), ns))
+    return points
+
+
+def _has(part: Part, rung: int) -> bool:
+    return rung + 1 < len(part.ladder.rungs)
+
+
+def gain(part: Part, rung: int) -> float:
+    """Return the nanoseconds that a byte spares from one rung to the next."""
+    low, high = part.ladder.rungs[rung : rung + 2]
+    return (low.ns - high.ns) / max(high.bytes - low.bytes, 1)
+
+
+def rung_at(ladder: Ladder, price: float) -> tuple[Rung, int]:
+    """Return the highest rung that is worth a price in nanoseconds for a byte, and its number."""
+    at = 0
+    while at + 1 < len(ladder.rungs) and gain(Part(ladder), at) >= price:
+        at += 1
+    return ladder.rungs[at], at
