@@ -37,7 +37,7 @@ from torch_remat.budgets.price import Choice, Part, choose, rung_at
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Lowering, Row, Step
 from torch_remat.budgets.text import format_budget, format_head
-from torch_remat.dispatch.options import Begun, Keeping, is_watched, keeping, observers
+from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.ladder import Ladder, Rung
@@ -185,7 +185,7 @@ class Budget(Data, Pictured):
             scale = 1.0 if kind.knows(shapes) else size / (row.part.ladder.input_bytes or 1)
             row.part = row.part._replace(scale=scale, more_bytes=_more.get((kind, number), 0))
             row.rung = self._rung_for(asked, row, row.part)
-            if row.is_plain and may_be_plain(asked) and not is_watched():
+            if row.is_plain and may_be_plain(asked) and not observers:  # which see regions alone
                 return Begun(kind, shapes, row.rung, run=self._plain_region(asked, row).run)
             if row.is_plain:
                 row.rung = next((rung for rung in reversed(row.part.ladder.rungs) if not rung.is_plain), None)
@@ -205,6 +205,8 @@ class Budget(Data, Pictured):
             rung, at = rungs[0], 0
         else:
             rung, at = rung_at(part.ladder, self.steps[-1].choice.price)
+            if rung.is_plain and at:  # others may come that nobody expects: what it keeps must be there to be evicted
+                rung, at = rungs[at - 1], at - 1
         if bought is not None:
             self._rest_bytes -= bought[0].rungs[0].bytes
         room = self.limit - self.ledger.total - max(self._rest_bytes, 0)
