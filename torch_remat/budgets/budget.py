@@ -205,7 +205,9 @@ class Budget(Data, Pictured):
             rung, at = rungs[0], 0
         else:
             rung, at = rung_at(part.ladder, self.steps[-1].choice.price)
-            if rung.is_plain and at:  # others may come that nobody expects: what it keeps must be there to be evicted
+            if (
+                rung.is_plain and at and self.steps[-1].choice.price
+            ):  # others may come that nobody expects: what it keeps must be there to be evicted
                 rung, at = rungs[at - 1], at - 1
         if bought is not None:
             self._rest_bytes -= bought[0].rungs[0].bytes
