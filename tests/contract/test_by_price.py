@@ -20,7 +20,7 @@ from tests.contract.test_functions import PROGRAMS, WAYS, gradients
 from tests.helpers import LiveStorages, assert_same, leaf
 from torch_remat.dispatch.call.functions import can_be_kept
 from torch_remat.errors import PolicyError
-from torch_remat.ladders import kinds
+from torch_remat.ladders import kinds, ladder
 from torch_remat.policies.by_price import MemoryBudget
 
 SEVERAL = ["alone", "to the end", "values compared", "autocast", "in a region", "in torch's checkpoint"]
@@ -57,7 +57,8 @@ class Chance(MemoryBudget):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known():
+def _nothing_known(monkeypatch):
+    monkeypatch.setattr(ladder, "_ACT_NS", 30_000)  # so that small calls are worth it, too
     kinds.forget_kinds()
     yield
     kinds.forget_kinds()
@@ -122,8 +123,6 @@ def steps(blocks, count, width=32, rows=256):
 @pytest.fixture
 def dear(monkeypatch):
     """Let each kernel take so long that calls are worth keeping, though tests have small ones."""
-    from torch_remat.ladders import ladder
-
     monkeypatch.setattr(ladder, "_ACT_NS", 1000)
 
 

@@ -35,8 +35,8 @@ import torch
 from torch_remat.ladders.record import Record
 
 # Nanoseconds that a call costs besides its kernels: one that runs in replay; one that is kept or skipped, in both
-# phases; each call, where a mode sees functions at all.
-_RUN_NS, _ACT_NS, _SEEN_NS = 4_000, 30_000, 2_500
+# phases (30,000 where code is hot, but between kernels of a millisecond it is cold); each, where a mode sees functions.
+_RUN_NS, _ACT_NS, _SEEN_NS = 4_000, 100_000, 2_500
 _STATE_BYTES = torch.get_rng_state().numel()
 
 Numbers = Mapping[int, Sequence[int]]  # by the number of a call, which of its results are kept

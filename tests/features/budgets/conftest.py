@@ -8,7 +8,7 @@ import pytest
 
 from torch_remat.budgets.budget import forget_steps
 from torch_remat.dispatch.call import survey
-from torch_remat.ladders import kinds
+from torch_remat.ladders import kinds, ladder
 
 OP_NS = 100_000
 """What each op takes: so much that each is worth to be kept, and what is kept depends on no clock."""
@@ -17,6 +17,7 @@ OP_NS = 100_000
 @pytest.fixture(autouse=True)
 def _each_op_takes_the_same(monkeypatch):
     monkeypatch.setattr(survey, "perf_counter_ns", count(0, OP_NS).__next__)
+    monkeypatch.setattr(ladder, "_ACT_NS", 30_000)
     for forget in (kinds.forget_kinds, forget_steps):
         forget()
     yield
