@@ -10,7 +10,7 @@ budgets. A budget's extra time is divided by that of the first n blocks at the s
 between the n's.
 
 ``--only peaks`` and ``--only planning`` are rows of their own; ``--compiled`` measures torch's own budgets, which takes
-most of an hour. ``--docs`` writes all tables into ``benchmarks/BUDGETS.md``, and the picture of ``docs/budget.md``.
+most of an hour. ``--docs`` writes all tables into ``benchmarks/BUDGETS.md``.
 """
 
 from __future__ import annotations
@@ -253,9 +253,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if "planning" in names:
         found["planning"] = planning()
         say(planning_text(found["planning"]))
-    picture = arguments.plot or (arguments.docs and ROOT / "docs" / "pictures" / "budget.png")
-    if picture and results:
-        plot(results, picture)
+    if arguments.plot and results:
+        plot(results, arguments.plot)
     if arguments.docs:
         write_between(ROOT / "benchmarks" / "BUDGETS.md", said)
 
@@ -285,9 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="aot_eager_decomp_partition", help="of torch.compile, for --compiled")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw time against kept bytes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write everything that was measured to PATH")
-    parser.add_argument(
-        "--docs", action="store_true", help="write the tables of benchmarks/BUDGETS.md and docs/pictures/budget.png"
-    )
+    parser.add_argument("--docs", action="store_true", help="write the tables of benchmarks/BUDGETS.md")
     return parser
 
 
