@@ -167,7 +167,9 @@ class Recorder:
 
     def running(self) -> str | None:
         """Return the name of the call that runs now; None outside of calls."""
-        return None if self.calling is None else self.calling.call.name
+        if self.calling is not None:
+            return self.calling.call.name
+        return self.saving.name if self.saving is not None and self.saving.function is not None else None
 
     def saver(self, tensor: Tensor) -> Saver:
         """Return the call that saves a tensor now, and what it calls it."""
