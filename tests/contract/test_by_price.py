@@ -17,7 +17,8 @@ from torch import nn
 
 import torch_remat as remat
 from tests.contract.test_functions import PROGRAMS, WAYS, gradients
-from tests.helpers import LiveStorages, assert_same, leaf
+from tests.helpers import CountOps, LiveStorages, assert_same, leaf
+from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.functions import can_be_kept
 from torch_remat.errors import PolicyError
 from torch_remat.ladders import kinds, ladder
@@ -25,6 +26,15 @@ from torch_remat.policies.by_price import MemoryBudget
 
 SEVERAL = ["alone", "to the end", "values compared", "autocast", "in a region", "in torch's checkpoint"]
 STEPS = 5  # of which the first are recorded
+# What autograd saves there, a call writes or makes that replay has to run: nothing or all is kept.
+ALL_OR_NOTHING = {
+    "written_in_place", "written_through_a_view", "written_through_data", "written_by_dlpack", "given_other_data",
+    "returns_a_view", "returns_its_argument", "returns_lists_of_views", "may_return_its_argument", "sparse_argument",
+    "with_a_gradient_taken_inside",
+}  # fmt: skip
+NEVER_ANSWERED = {
+    "given_other_data", "returns_a_view", "returns_its_argument", "returns_lists_of_views", "sparse_argument"
+}  # fmt: skip
 
 
 class Rungs(MemoryBudget):
@@ -32,12 +42,14 @@ class Rungs(MemoryBudget):
 
     def __init__(self):
         super().__init__(0.5)
-        self.number, self.seen = -1, 0
+        self.number, self.seen, self.kept = -1, 0, 0
 
     def choose(self, ladder):
         rungs = [rung for rung in ladder.rungs if not rung.is_plain]
         self.number, self.seen = self.number + 1, len(rungs)
-        return rungs[self.number % len(rungs)] if rungs else ladder.rungs[0]
+        rung = rungs[self.number % len(rungs)] if rungs else ladder.rungs[0]
+        self.kept += sum(len(numbers) for numbers in rung.acts.values())
+        return rung
 
 
 class Chance(MemoryBudget):
@@ -58,7 +70,8 @@ class Chance(MemoryBudget):
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    monkeypatch.setattr(ladder, "_ACT_NS", 30_000)  # so that small calls are worth it, too
+    for cost in ("_ACT_NS", "_SEEN_NS"):  # so that small calls are worth it, too
+        monkeypatch.setattr(ladder, cost, 0)
     kinds.forget_kinds()
     yield
     kinds.forget_kinds()
@@ -80,12 +93,18 @@ def test_program_equals_plain_autograd_on_each_rung(name, way):
             assert_same(expected, gradients(run), f"step {step}")
         if step >= STEPS and policy.number + 1 >= policy.seen:
             break
+    if "in" in way.split():  # a region inside of others recomputes everything
+        assert policy.kept == 0
+    elif name != "beside_a_batch_norm":  # which is to be run, unless replay ends before it
+        assert bool(policy.kept) == (name not in ALL_OR_NOTHING)
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "with_a_gradient_taken_inside"])
 @pytest.mark.parametrize("way", ["alone", "to the end", "autocast"])
 def test_program_equals_plain_autograd_with_acts_by_chance(name, way, monkeypatch):
     monkeypatch.setattr(kinds, "_RESTARTS", 10**9)
+    come_to, answered = Answerer.come_to, []
+    monkeypatch.setattr(Answerer, "come_to", lambda *args: (answered.append(args[1].name), come_to(*args))[1])
     function, _ = PROGRAMS[name]
     expected = gradients(torch.autocast("cpu", torch.bfloat16)(function) if "autocast" in way else function)
     for seed in range(12):
@@ -94,6 +113,7 @@ def test_program_equals_plain_autograd_with_acts_by_chance(name, way, monkeypatc
             warnings.simplefilter("ignore", remat.RematWarning)
             for _ in range(4):
                 assert_same(expected, gradients(WAYS[way](function, policy=policy)), f"seed {seed}")
+    assert bool(answered) == (name not in NEVER_ANSWERED)
 
 
 class Block(nn.Module):
@@ -190,6 +210,21 @@ def test_dearest_is_kept(dear):
     (timed,) = kinds._timed.values()
     (ladder,) = timed.ladders.values()
     assert [name for name, _ in ladder.at_share(0.6).kept] == ["matrix_exp_0"]
+
+
+@pytest.mark.parametrize(("last", "is_run"), [(torch.sin, False), (torch.exp, True)])  # argument saved; result saved
+def test_the_last_call_costs_what_replay_runs_of_it(last, is_run):
+    x = leaf(64, 64)
+    for _ in range(4):
+        y = remat.checkpoint(policy=remat.policies.memory_budget(0))(lambda x: last(torch.matrix_exp(x)))(x)
+        with CountOps() as ops:
+            y.sum().backward()
+    assert ops.counts[last.__name__] == is_run
+    (timed,) = kinds._timed.values()
+    (ladder,) = timed.ladders.values()
+    nothing, *others = ladder.rungs
+    assert [name for name, _ in nothing.runs] == ["matrix_exp_0"] + ["exp_0"] * is_run
+    assert all(name != "sin_0" for rung in others for name, _ in rung.runs)
 
 
 def test_lengths_that_change_take_the_ladder_of_known_ones():

@@ -54,7 +54,7 @@ class Rung:
         names: The names of these calls, by function and number.
         away: Those calls whose tensors leave the device, by function and number.
         kept: What it keeps, in order: names of calls, each with the bytes of its results and of what it saves.
-        runs: What replay runs, in order: names of calls, with their nanoseconds.
+        runs: What replay runs, in order: names of calls, with their nanoseconds. One that only enters is omitted.
     """
 
     bytes: int
@@ -101,7 +101,7 @@ class Ladder:
         self._groups = {node for at, node in enumerate(self._node) if at != node}
         self.input_bytes = sum(record.sizes[unit] for unit in record.inputs)
         all_ns = record.whole_ns if record.is_hidden else sum(step.ns + _RUN_NS for step in record.steps)
-        nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps])
+        nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps if step.ns])
         everything = [] if record.is_named or left_out else [Rung(record.whole_bytes, 0, is_plain=True)]
         self.whole_bytes = record.whole_bytes
         self.rungs = _lower_hull([nothing, *([] if record.is_hidden else self._cuts()), *everything])
@@ -182,7 +182,8 @@ class Ladder:
             )
             if is_run or step.results is None:
                 ns += step.ns + _RUN_NS
-                ran.append((step.name, step.ns))
+                if step.ns:
+                    ran.append((step.name, step.ns))
                 there.update(step.writes)
                 continue
             ns += _ACT_NS

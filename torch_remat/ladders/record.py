@@ -20,12 +20,13 @@ class Step:
         function: What a mode for torch functions sees; None for an op outside of all.
         number: How many calls of this function came before.
         name: Its name in reports, such as ``mlp.linear_1``.
-        ns: Nanoseconds that its kernels took.
+        ns: Nanoseconds that its kernels took; 0 for the last one where replay ends before them.
         reads: The units that it reads, each with how many steps had written it before.
         writes: The units that it writes or makes.
         results: The unit of each result; None if replay has to run it whatever is kept.
         random: Whether it draws random numbers.
         saves: Whether autograd saves tensors meanwhile.
+        saves_made: Whether some of these are its own, so that replay, where it ends here, runs it to have them.
     """
 
     function: Any
@@ -37,6 +38,7 @@ class Step:
     results: tuple[int, ...] | None = None
     random: bool = False
     saves: bool = False
+    saves_made: bool = True
 
 
 @dataclass
@@ -75,9 +77,11 @@ class Record:
         return len(self.sizes) - 1
 
     def end(self) -> None:
-        """Drop what follows the last step that saves."""
+        """Drop what follows the last step that saves; that one is stopped before its kernel if it saves arguments."""
         last = max((at for at, step in enumerate(self.steps) if step.saves), default=-1)
         del self.steps[last + 1 :]
+        if self.steps and not self.steps[-1].saves_made:
+            self.steps[-1].ns = 0
         self.writers = [[at for at in writers if at <= last] for writers in self.writers]
 
     def signature(self) -> Hashable:

@@ -150,6 +150,8 @@ class Survey(TorchFunctionMode):
             self._step, made, changed, effects = None, self._made, self._changed, self._has_effects
             self._made, self._changed, self._has_effects = {}, {}, False
         step.saves = len(saved) > places
+        values = [value for entry in saved[places:] if (value := value_behind(entry)) is not None]
+        step.saves_made = any(unit in made for value in values for unit in self._units_of(value))
         self._record.calls += 1
         leaves, _ = flatten(result)
         if made or changed or effects:
