@@ -204,10 +204,9 @@ class Budget(Data, Pictured):
         elif self.steps[-1].choice is None:  # of a share that is not measured yet, too
             rung, at = rungs[0], 0
         else:
-            rung, at = rung_at(part.ladder, self.steps[-1].choice.price)
-            if (
-                rung.is_plain and at and self.steps[-1].choice.price
-            ):  # others may come that nobody expects: what it keeps must be there to be evicted
+            price = self.steps[-1].choice.price
+            rung, at = rung_at(part.ladder, price)
+            if rung.is_plain and at and price:  # more may come that nobody expects: this one must have what to evict
                 rung, at = rungs[at - 1], at - 1
         if bought is not None:
             self._rest_bytes -= bought[0].rungs[0].bytes
@@ -304,7 +303,11 @@ class Budget(Data, Pictured):
             if row.part is not None and row.kind is not None
         ]
         limit = self.limit - known.other_bytes() * scale
-        asked = [(id(part.ladder), part.scale, part.more_bytes) for part in parts], limit, self._away_bytes()
+        asked = (
+            [(id(part.ladder), part.scale, part.more_bytes) for part in parts],
+            limit,
+            self._filler and self._filler.bytes,
+        )
         if self._solved is not None and self._solved[0] == asked:
             return self._solved[1:]
         choice = choose(parts, limit, self.share is None)
@@ -317,10 +320,6 @@ class Budget(Data, Pictured):
             bought |= self._filler.fill(bought, parts)
         self._solved = asked, choice, bought
         return choice, bought
-
-    def _away_bytes(self) -> int:
-        """Return how much may be sent away in a step."""
-        return 0 if self._filler is None else self._filler.next_bytes(self.steps)
 
     def finished(self, kept: KeptRegion) -> None:
         """A region's forward is over."""
@@ -343,6 +342,7 @@ class Budget(Data, Pictured):
                 if self._first is not None:
                     if len(_known) >= _SHAPES:
                         _known.clear()
+                    _known.pop(self._first[:2], None)  # the latest is the last
                     _known[self._first[:2]] = step, self._first[2]
             step.note(perf_counter(), self.ledger.total)
             if graph_task() == self.backward:

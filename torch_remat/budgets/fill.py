@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from torch_remat.budgets.price import Part, gain
-from torch_remat.budgets.steps import Step
 from torch_remat.ladders.ladder import Ladder, Rung
 from torch_remat.offload.sender import Offloaded
 
@@ -26,16 +25,15 @@ class Filler:
 
     Args:
         budget_bytes: The budget.
+
+    Attributes:
+        bytes: How many may be sent away in the next step.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self._least = max(budget_bytes // _SHARE, 1)
-        self._bytes = self._least
+        self.bytes = self._least
         self._rungs: dict[tuple[int, int], tuple[Rung, Rung, Rung]] = {}
-
-    def next_bytes(self, steps: Sequence[Step]) -> int:
-        """Return how many bytes may be sent away in a step."""
-        return self._bytes
 
     def look(self, values: Iterable[Any]) -> None:
         """Look, when backward begins, whether what was sent has left: then the next step may send more, else less.
@@ -47,8 +45,8 @@ class Filler:
         if not away:
             return
         here = sum(one.transfer.copy.bytes for one in away if isinstance(one.transfer.copy.told("still_here"), Tensor))
-        self._bytes = max(self._bytes * 2, 1) if here <= self._least else max(self._bytes // 2, self._least)
-        self._bytes = min(self._bytes, 4 * sum(one.transfer.copy.bytes for one in away))
+        self.bytes = max(self.bytes * 2, 1) if here <= self._least else max(self.bytes // 2, self._least)
+        self.bytes = min(self.bytes, 4 * sum(one.transfer.copy.bytes for one in away))
 
     def fill(self, bought: Mapping[Any, tuple[Ladder, Rung]], parts: Sequence[Part]) -> dict[Any, tuple[Ladder, Rung]]:
         """Return the regions that get a higher rung, with it."""
@@ -58,7 +56,7 @@ class Filler:
             for place, (key, part) in enumerate(zip(bought, parts, strict=True))
             for rung in range(at[key], len(part.ladder.rungs) - 1)
         )
-        left, found = float(self._bytes), dict[Any, tuple[Ladder, Rung]]()
+        left, found = float(self.bytes), dict[Any, tuple[Ladder, Rung]]()
         for _, place, rung, key in steps:
             ladder, low = bought[key]
             high = ladder.rungs[rung + 1]
