@@ -29,13 +29,15 @@ from tests.features.distributed.engines import (
     compare,
     modules,
 )
+from tests.helpers import OLDEST
 from torch_remat.budgets import group
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.ladders import kinds, ladder
 
 WITH_COLLECTIVES = ("tp", "sp", "fsdp2_children", "cp")
 WITHOUT = ("ddp", "fsdp2", "fsdp2_after")
-PIPELINES = ("gpipe", "1f1b", "zero_bubble", "zbv")
+# Torch 2.10 sets up no "zbv" over gloo after other pipelines of the process, without regions either.
+PIPELINES = ("gpipe", "1f1b", "zero_bubble", *([] if OLDEST else ["zbv"]))
 
 
 def slow_rank(model: nn.Module) -> None:
