@@ -707,6 +707,21 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
+        "lowered region keeps results of calls", "budgets", "dispatch/call/lowering.py",
+        "    call.kept = {place: slot for place, slot in call.kept.items() if place in places}\n",
+        "",
+    ),
+    Mutant(
+        "lowered region keeps what replay makes for kept calls", "budgets", "dispatch/call/lowering.py",
+        "        _let_wait(calls.values())\n",
+        "",
+    ),
+    Mutant(
+        "what a lowered region could make is not noted", "budgets", "dispatch/call/recorder.py",
+        "            call.may_wait = [*call.may_wait, (maker[0], waiting)]\n",
+        "",
+    ),
+    Mutant(
         "replays not counted in a budget", "budgets", "budgets/price.py",
         " or (counts_replays and peak(parts, at) > most)",
         "",

@@ -9,6 +9,7 @@ import pickle
 import random
 import warnings
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tests.contract.test_functions import PROGRAMS, WAYS, gradients
 from tests.helpers import CountOps, LiveStorages, assert_same, leaf
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.functions import can_be_kept
+from torch_remat.dispatch.call.lowering import lower
+from torch_remat.dispatch.region import forward
 from torch_remat.errors import PolicyError
 from torch_remat.ladders import kinds, ladder
 from torch_remat.policies.by_price import MemoryBudget
@@ -114,6 +117,68 @@ def test_program_equals_plain_autograd_with_acts_by_chance(name, way, monkeypatc
             for _ in range(4):
                 assert_same(expected, gradients(WAYS[way](function, policy=policy)), f"seed {seed}")
     assert bool(answered) == (name not in NEVER_ANSWERED)
+
+
+class Given(MemoryBudget):
+    """A policy with these acts."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.acts, self.ladder = {}, None
+
+    def choose(self, ladder):
+        self.ladder = ladder
+        return replace(ladder.rungs[0], acts=self.acts)
+
+
+def drawn(ladder, chance, among=None):
+    """Return acts by chance, of calls and results that others keep if there are others."""
+    acts = {}
+    for step in ladder.record.steps:
+        results = range(len(step.results or ())) if among is None else among.get(step.function, {}).get(step.number)
+        if can_be_kept(step.function) and results is not None and chance.random() < 0.75:
+            acts.setdefault(step.function, {})[step.number] = tuple(one for one in results if chance.random() < 0.65)
+    return acts
+
+
+@pytest.mark.filterwarnings("ignore:.*replay")
+@pytest.mark.parametrize("seed", range(30))
+def test_region_that_is_lowered_keeps_no_more_than_one_that_began_so(seed, monkeypatch):
+    monkeypatch.setattr(kinds, "_RESTARTS", 10**9)
+    made, regions = forward.Region, []
+
+    def noted(*args):
+        regions.append(ref(region := made(*args)))
+        return region
+
+    monkeypatch.setattr(forward, "Region", noted)
+    up, down = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def function(x):
+        h = F.gelu(up(x)).tanh()
+        variance, mean = torch.var_mean(down(h), -1, keepdim=True)
+        return (F.dropout(down(h), 0.1) * torch.rsqrt(variance + 1) - mean).exp().sigmoid()
+
+    def gradients_of(function):
+        torch.manual_seed(3)
+        return torch.autograd.grad(function(x).square().sum(), [x, *up.parameters(), *down.parameters()])
+
+    x, policy, chance = leaf(32, 16), Given(), random.Random(seed)
+    expected, run = gradients_of(function), remat.checkpoint(policy=policy)(function)
+    for _ in range(4):
+        gradients_of(run)
+    high = drawn(policy.ladder, chance)
+    low, kept = drawn(policy.ladder, chance, high), []
+    for policy.acts, then in ((low, None), (high, low)):
+        torch.manual_seed(3)
+        with LiveStorages() as live:
+            y = run(x)
+            assert then is None or lower(regions[-1](), then)
+            kept.append(live.bytes())
+        assert_same(expected, torch.autograd.grad(y.square().sum(), [x, *up.parameters(), *down.parameters()]))
+        del y
+    begun, lowered = kept
+    assert lowered <= begun  # less where what is run now is given a placeholder: no ladder has such acts
 
 
 class Block(nn.Module):
