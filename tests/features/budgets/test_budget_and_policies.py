@@ -70,6 +70,17 @@ def test_functions_that_a_policy_selects_are_kept_in_any_case(policy, limit):
             assert ops.counts[name] == {"mm": 3}.get(name, 0)  # those of the gradient
 
 
+def test_a_region_that_keeps_all_by_its_own_budget_is_counted():
+    x, block = leaf(32, 16), Block()
+    policy = remat.policies.memory_budget(1)
+    budget = run_with(block, {"policy": policy}, 10**7, x)
+    with budget:
+        loss = remat.checkpoint(policy=policy)(block)(x).square().mean()
+        assert budget.kept_bytes > x.nbytes
+        torch.autograd.grad(loss, x)
+    assert budget.kept_bytes == 0
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("selected", [remat.policies.save_matmuls, remat.policies.memory_budget(0.9)], ids=repr)
 def test_calls_that_a_policy_excludes_are_never_kept(selected, limit):
