@@ -222,6 +222,22 @@ def test_region_that_gives_up_in_the_middle_of_a_step_is_replayed_exactly():
                 assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
 
 
+def test_region_that_nobody_expects_keeps_what_can_be_evicted_where_not_everything_fits():
+    small, large = (lambda x: x.sin().exp().tanh()), (lambda x: (x.exp().sin() * x).tanh())
+
+    def forward(smalls):
+        x = leaf(8, 8)
+        loss = checkpointed(large)(leaf(64, 64)).sum()
+        return sum((checkpointed(small)(x).sum() for _ in range(smalls)), loss)
+
+    with remat.budget(40_000, reserve=0) as budget:
+        for _ in range(RECORDED + 1):
+            forward(2).backward()
+        assert [row.is_plain for row in budget.steps[-1].rows] == [False, True, True]
+        forward(4).backward()
+        assert [row.is_plain for row in budget.steps[-1].rows] == [False, True, True, False, False]
+
+
 @pytest.mark.parametrize("limit", [1, 4000, 10**6])
 def test_graph_kept_and_differentiated_twice(limit):
     model, x = Chain(), leaf(4, 8)
