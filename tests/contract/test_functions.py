@@ -447,6 +447,13 @@ def test_a_chosen_function_does_not_run_in_replay_in_any_of_its_forms():
     assert "mm" in ran_in_replay([torch.sin])
 
 
+@pytest.mark.parametrize("product", [torch.matmul, F.linear, torch.mm])
+def test_a_chosen_function_does_not_run_in_replay_under_autocast(product):
+    function = torch.autocast("cpu", torch.bfloat16)(lambda x, w: product(product(x.sin(), w).exp(), w).tanh())
+    assert "mm" in ran_in_replay([torch.sin], function)
+    assert "mm" not in ran_in_replay([product], function)
+
+
 def test_functions_inside_of_functions_in_python_are_seen():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
