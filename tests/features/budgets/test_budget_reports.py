@@ -22,6 +22,7 @@ from tests.helpers import (
     plain,
 )
 from tests.offloaders import Counting
+from torch_remat.budgets.fill import Filler
 
 pytestmark = pytest.mark.filterwarnings("ignore:the budget")
 
@@ -299,6 +300,22 @@ def test_what_is_not_bought_is_offered_to_the_offloader_first(kind, tmp_path):
         assert (sent > 0) == (offload == "fill")
         assert budget.kept_bytes == 0
     assert recomputed["fill"] < recomputed[None]
+
+
+def test_what_may_be_sent_away_is_asked_anew_in_each_step(monkeypatch):
+    model, x = Parts(width=32, depth=6), leaf(64, 32)
+    model.wrap = checkpointed
+    limit = kept_without_limit(lambda: step(model, x)) // 3
+    with remat.budget(limit, reserve=0, offload="fill") as budget, remat.offload_to(Counting()):
+        for _ in range(RECORDED + 1):
+            step(model, x)
+        for allowed in (0, 2**30, 0, 2**30):
+            monkeypatch.setattr(Filler, "look", lambda filler, _, allowed=allowed: setattr(filler, "bytes", allowed))
+            step(model, x)
+            loss = model(x).square().mean()
+            assert bool(remat.memory_report(loss).offloaded_bytes) == bool(allowed)
+            loss.backward()
+            del loss
 
 
 def test_trace_shows_what_a_budget_evicted_and_how_it_stood(tmp_path):
