@@ -106,10 +106,14 @@ class Ranks:
 
     def _wait(self, work: Any, blocks: Sequence[int]) -> None:
         begin = look = monotonic()
+        failed = 0.0
         while not work.is_completed():
             now = monotonic()
-            if now >= look:
+            if failed and now > failed + _LOOK_SECONDS:
                 self._raise_if_failed(blocks)
+            elif now >= look and not failed:
+                # A rank may have failed after this: then what it has sent is on its way.
+                failed = now if self._failed(blocks) else 0.0
                 look = now + _LOOK_SECONDS
             if now - begin > PATIENCE_SECONDS and not self._warned:
                 self._warned = True
@@ -118,11 +122,15 @@ class Ranks:
             if now - begin > _SPIN_SECONDS:
                 sleep(_SPIN_SECONDS)
 
-    def _raise_if_failed(self, blocks: Sequence[int]) -> None:
+    def _failed(self, blocks: Sequence[int]) -> str:
+        """Return the word that a rank has left; empty if none has."""
         store = default_store()
-        for key in [f"{self._prefix}/{block}" for block in blocks]:
-            if store.check([key]):
-                raise RematError(
-                    f"{store.get(key).decode()} in a block of this budget, so the ranks no longer agree",
-                    remedy="That rank's traceback shows why. Collectives may be under way: end all processes.",
-                )
+        keys = [f"{self._prefix}/{block}" for block in blocks]
+        return next((store.get(key).decode() for key in keys if store.check([key])), "")
+
+    def _raise_if_failed(self, blocks: Sequence[int]) -> None:
+        if word := self._failed(blocks):
+            raise RematError(
+                f"{word} in a block of this budget, so the ranks no longer agree",
+                remedy="That rank's traceback shows why. Collectives may be under way: end all processes.",
+            )
