@@ -7,10 +7,10 @@ that are added to the ledgers, and taken off them.
 from __future__ import annotations
 
 from _thread import RLock
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from torch_remat._compat import storage_key
 from torch_remat._storages import Ledger, parts_of
@@ -42,11 +42,13 @@ class Counted:
 
     def count(self, region: Region | None) -> None:
         """Count what the region keeps now, in place of what was counted before."""
-        parts = {} if region is None else {storage_key(part): part for part in held_by(region)}
+        parts = {} if region is None else held_by(region)
         self.forget()
         self._keys = [key for key in parts if key not in self._buffers]
         for ledger in reversed(self._ledgers):
-            self.bytes = sum(ledger.add(key, parts[key]) for key in self._keys)
+            self.bytes = 0
+            for key in self._keys:
+                self.bytes += ledger.add(key, parts[key])
 
     def forget(self) -> None:
         """Take off everything: the region is gone."""
@@ -56,31 +58,38 @@ class Counted:
         self._keys = []
 
 
-def held_by(region: Region) -> Iterator[Tensor]:
-    """Yield the ordinary tensors behind all that a region holds: inputs, what it keeps, what a replay has filled."""
+def held_by(region: Region) -> dict[int, Tensor]:
+    """Return the ordinary tensors behind all that a region holds, by storage.
+
+    These are inputs, what it keeps, and what a replay has filled.
+    """
+    found: dict[int, Tensor] = {}
     for value in _values_of(region):
-        if isinstance(value, Tensor):
-            yield from parts_of(value)
+        if type(value) is Tensor and value.layout is strided:
+            found[storage_key(value)] = value
+        elif isinstance(value, Tensor):
+            found.update({storage_key(part): part for part in parts_of(value)})
+    return found
 
 
-def _values_of(region: Region) -> Iterator[object]:
-    if region.inputs is not None:
-        yield from region.inputs.held()
+def _values_of(region: Region) -> list[object]:
+    values: list[object] = [] if region.inputs is None else [*region.inputs.held()]
     tape = region.tape
     if not region.finished or not (tape.records or tape.calls or tape.functions or region.replayed_in >= 0):
-        return  # it keeps nothing
+        return values  # it keeps nothing
     for entry in tape.saved:
         if type(entry) is ref or type(entry) is ResidentRef:
             holder: Holder | None = entry()
-            if holder is not None:
-                yield holder.value
+            if holder is not None and holder.value is not None:
+                values.append(holder.value)
     entries: Iterable[object] = (*tape.calls, *tape.functions.values())
     for one in entries:
-        for slot in one.kept.values():  # type: ignore[attr-defined]
-            yield slot.kept
+        if kept := one.kept:  # type: ignore[attr-defined]
+            values += [slot.kept for slot in kept.values()]
     for call in tape.records.values():
-        for slot in call.inputs.values():
-            yield slot.kept
+        if call.inputs:
+            values += [slot.kept for slot in call.inputs.values()]
+    return values
 
 
 class PlainBytes:

@@ -86,7 +86,9 @@ def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
 def _give_up_changed(log: Recorder) -> None:
     """Let replay run the calls of functions whose results were modified, or what they have saved, or may have been."""
     for call in log.region.tape.functions.values():
-        is_changed = any(alias._version != version for _, alias, version in call.held)
+        is_changed = False
+        for _, alias, version in call.held:
+            is_changed = is_changed or alias._version != version
         if log.pointed and not is_changed:
             saved = map(value_behind, log.region.tape.saved[call.start : call.end])
             keys = [*(key for _, key in call.made), *(key_of(value) for value in saved if value is not None)]
@@ -120,14 +122,14 @@ def _keep_results(log: Recorder) -> None:
     for call in region.tape.functions.values():
         # What a ladder keeps backward needs: it costs nothing more, and replay may go further if the region is lowered.
         call.is_answered = call.is_saved and (call.end <= last or call.is_by_price)
-        if call.is_answered:
-            is_usual = region.hooks is None and call.policy is CheckpointPolicy.SAVE
-            call.kept = {
-                place: Slot.of_alias(alias)
-                if is_usual
-                else slot_for(region.hooks, log.departures, call.name, call.label(place), alias, call.policy, False)
-                for place, alias, _ in call.held
-            }
+        if call.is_answered and call.held:
+            call.kept = kept = {}
+            for place, alias, _ in call.held:
+                if region.hooks is None and call.policy is CheckpointPolicy.SAVE:
+                    kept[place] = Slot.of_alias(alias)
+                else:
+                    label = call.label(place)
+                    kept[place] = slot_for(region.hooks, log.departures, call.name, label, alias, call.policy, False)
         call.held = ()
 
 

@@ -41,9 +41,10 @@ from torch_remat._compat import (
     is_transformed,
     keep_from_compiler,
     storage_key,
+    without_torch_function,
 )
 from torch_remat.dispatch.call.answerer import Answerer
-from torch_remat.dispatch.call.call import Given, may_draw
+from torch_remat.dispatch.call.call import may_draw
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of, kept_or_stand_in
@@ -139,13 +140,13 @@ class Noting(Functions):
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a chosen function, and note the call."""
-        log = self._log()
         if not is_counted(self._mode, kwargs):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
         places: Sequence[int] | None = None
         if (numbers := self.chosen.acts.get(func)) is not None and (places := numbers.get(number)) is None:
             return func(*args, **kwargs)
+        log = self._log()
         if places is not None:
             name = self.chosen.names.get((func, number)) or f"{self._about[func].name}_{number}"
         else:
@@ -170,7 +171,7 @@ class Noting(Functions):
             call.casts = casts
         call.layout, before, reads = _taken(leaves)
         draws = log.draws if about.draws else None
-        log.open(call, Given(None, leaves))
+        log.open(call, leaves)
         if draws is not None:
             draws.begin()
         try:
@@ -178,7 +179,11 @@ class Noting(Functions):
         except BaseException:
             log.give_up(call)
             raise
-        if self._note_result(log, call, result, before, reads, places):
+        for tensor, version in before:
+            if tensor._version != version:
+                log.give_up(call)
+                return result
+        if self._note_result(log, call, result, reads, places):
             if draws is not None:
                 call.drawn = draws.end()
             if call.start == call.end:  # no place of the tape distinguishes it from another
@@ -189,25 +194,27 @@ class Noting(Functions):
         return result
 
     def _note_result(
-        self,
-        log: Recorder,
-        call: Call,
-        result: Any,
-        before: Sequence[tuple[Tensor, int]],
-        reads: Sequence[int],
-        places: Sequence[int] | None,
+        self, log: Recorder, call: Call, result: Any, reads: Sequence[int], places: Sequence[int] | None
     ) -> bool:
         """Note what a call returned, of which ``places`` are kept, or all; return False if replay is to run it."""
-        leaves: Sequence[Any] = (result,)
-        if type(result) is not Tensor:
-            leaves, form = flatten(result)
-            if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        if type(result) is Tensor and result.layout is torch.strided:  # what most calls return
+            if (key := storage_key(result)) in reads:
                 return False
-            if not form.is_leaf():
-                call.template = (form,)
-        for tensor, version in before:
-            if tensor._version != version:
-                return False
+            log.settle()
+            call.gradients, call.saved, call.made = (result.requires_grad,), FIRST, ((0, key),)
+            log.storages.writers[key] = call, 0
+            if places is None or places:
+                alias = self._mode.alias_of(result)
+                call.held = ((0, alias, alias._version),)
+            else:  # there is a placeholder in replay
+                call.results = [described(result, None)]
+                log.known.append(StorageWeakRef(result.untyped_storage()))
+            return True
+        leaves, form = flatten(result)
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return False
+        if not form.is_leaf():
+            call.template = (form,)
         made: dict[int, None] = {}
         for leaf in leaves:
             if (key := _key_of(leaf)) in reads or key in made:
@@ -217,7 +224,7 @@ class Noting(Functions):
         call.gradients = [leaf.requires_grad for leaf in leaves]
         call.saved = FIRST if len(leaves) == 1 else frozenset(range(len(leaves)))
         held = [place for place in range(len(leaves)) if places is None or place in places]
-        if len(held) < len(leaves):  # of the others there are placeholders in replay
+        if len(held) < len(leaves):
             call.results = [described(leaf, None) for leaf in leaves]
             log.known += [StorageWeakRef(leaf.untyped_storage()) for leaf in leaves]
         call.held = [(place, alias := self._mode.alias_of(leaves[place]), alias._version) for place in held]
@@ -466,30 +473,40 @@ def _opened_by(mode: Any) -> Mapping[Any, Callable[..., Any]]:
 
 def _taken(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[Tensor, int]], Sequence[int]]:
     """Return, of the tensors among arguments, what `_layout_of` does, their versions, and their storages."""
-    layout, before, reads = [], [], []
+    layout, before, reads, is_plain = [], [], [], True
     try:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 layout.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
                 before.append((leaf, leaf._version))
                 reads.append(storage_key(leaf))
+                is_plain = is_plain and type(leaf) in _PLAIN
     except (RuntimeError, NotImplementedError):  # made in inference mode, or of a layout without strides or storage
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         counted = [(leaf, leaf._version) for leaf in given if not leaf.is_inference()]
         return _layout_of(leaves), counted, [key for leaf in given for key in keys_of(leaf)]
-    if not _PLAIN.issuperset(map(type, [tensor for tensor, _ in before])):
+    if not is_plain:
         reads = [key for tensor, _ in before for key in keys_of(tensor)]
     return layout, before, reads
 
 
 def _layout_of(leaves: Sequence[Any]) -> Sequence[Any]:
     """Return what distinguishes calls of one function: an odd one in one phase must not take the place of another."""
+    layout: list[Any] = []
     try:
+        for leaf in leaves:
+            if type(leaf) is Placeholder:
+                break  # each look at one takes as long as all of this
+            if isinstance(leaf, Tensor):
+                layout.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
+        else:
+            return layout
+    except RuntimeError:  # sparse tensors have no strides
+        return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
+    with without_torch_function():
         return [
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
         ]
-    except RuntimeError:  # sparse tensors have no strides
-        return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:

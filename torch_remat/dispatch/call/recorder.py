@@ -271,12 +271,12 @@ class Recorder:
         self.settle()
         return False
 
-    def open(self, call: Call, given: Given) -> None:
-        """Begin the range of a call."""
+    def open(self, call: Call, leaves: Sequence[Any]) -> None:
+        """Begin the range of a call, which has these arguments."""
         if self.number >= 0:
             self.settle()
         call.start = len(self.region.tape.saved)
-        self.saving, self._given = call, given
+        self.saving, self._given = call, Given(None, leaves)
 
     def give_up(self, call: Call) -> None:
         """Keep nothing of a call that replay runs: its holders are filled as if nobody had named it."""
@@ -334,10 +334,12 @@ class Recorder:
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""
         region, inputs, calling = self.region, self.region.inputs, self.calling
-        if type(calling) is RunningNative and calling.has_made(key_of(tensor)):
+        key = storage_key(tensor) if type(tensor) is Tensor and tensor.layout is strided else key_of(tensor)
+        if type(calling) is RunningNative and calling.has_made(key):
             return False  # what a handle inside saves is a placeholder in replay
         owner = tensor if tensor._base is None else tensor._base
-        if holder.plain not in _INPUT and region.hooks is None:
+        maker = self.storages.writers.get(key)
+        if maker is None and holder.plain not in _INPUT and region.hooks is None and key not in self.by_handles:
             # What most are that a call has not made: an argument, no view, that an op of the region has made, or one
             # view of it, such as a product takes of what has three dimensions.
             for place, leaf in enumerate(given.leaves):
@@ -345,29 +347,28 @@ class Recorder:
                     leaf is owner
                     and (leaf is tensor or _is_laid_out(tensor, leaf, holder.layout))
                     and leaf.layout is strided
-                    and (key := storage_key(leaf)) not in self.storages.writers
-                    and key not in self.by_handles
                     and not (given.before and given.has_changed(leaf))
                     and holder.metadata[0] == tensor._version
                 ):
                     view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
                     call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), place, *view, None))]
                     return True
-        if inputs.shares(owner) or holder.metadata[0] != tensor._version:
+        if id(owner) in inputs.originals or (inputs.packed and inputs.shares(owner)):
             return False  # the inputs have its memory
-        maker = self.maker_of(tensor)
-        is_kept = key_of(tensor) in self.by_handles or (
+        if holder.metadata[0] != tensor._version:
+            return False
+        is_kept = key in self.by_handles or (
             maker is not None
             and (isinstance(maker[0], Call) or maker[1] in maker[0].saved or self.storages.has_changed(tensor))
         )
         is_by_price = maker is not None and isinstance(maker[0], Call) and maker[0].is_by_price
         if is_kept and not is_by_price:
             return False  # replay will not have it
-        found = given.find(tensor, key_of(tensor))
+        found = given.find(tensor, key)
         if found is None or found[1].layout is not strided:
             return False
         place, source = found
-        if given.has_changed(source):
+        if given.before and given.has_changed(source):
             return False
         if region.hooks is not None and source.grad_fn is None:
             return False  # replay of an enclosing region may skip what changed it
@@ -387,7 +388,7 @@ class Recorder:
         call.waiting = [*call.waiting, waiting]
         given.use(place)
         if maker is not None:
-            self.needed.append((key_of(tensor), len(self.entries)))
+            self.needed.append((key, len(self.entries)))
         return True
 
     def pack_by_log(self, tensor: Tensor) -> Holder | Anchor | None:

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
@@ -28,6 +28,7 @@ from torch_remat._compat import (
     keep_from_compiler,
     node_number,
     sequence_number,
+    storage_key,
     top_saved_tensors_hooks,
     untraced,
     without_dispatch_modes,
@@ -447,12 +448,11 @@ class Recording(RematMode):
         Afterwards only what the region's outputs lead to is alive.
         """
         # What a call of a function returned, unless it is to leave: that does so as its result, and replay fills these.
-        made = {
-            key
-            for call in self.region.tape.functions.values()
-            if call.is_saved and call.policy is not CheckpointPolicy.OFFLOAD
-            for _, key in call.made
-        }
+        made: set[int] = set()
+        for call in self.region.tape.functions.values():
+            if call.is_saved and call.policy is not CheckpointPolicy.OFFLOAD:
+                for _, key in call.made:
+                    made.add(key)
         for entry in self.region.tape.saved:
             if type(entry) is ref:
                 if (holder := entry()) is None or (value := holder.value) is None:
@@ -461,12 +461,12 @@ class Recording(RematMode):
                     mark_changed(holder)
                 if type(holder) is OpHolder:
                     stays = holder.resident and holder.unpack is None
+                elif made:  # by a function: its result stays, too
+                    is_usual = type(value) is Tensor and value.layout is strided
+                    stays = (storage_key(value) if is_usual else key_of(value)) in made
                 else:
-                    stays = len(made) > 0 and key_of(value) in made  # by a function: its result stays, too
-                if stays:
-                    holder.value = self.alias_of(value)
-                else:
-                    holder.value = None
+                    stays = False
+                holder.value = self.alias_of(value) if stays else None
             elif type(entry) is ResidentRef and (resident := entry()) is not None and resident.unpack is not None:
                 resident.value = None
 

@@ -312,6 +312,7 @@ class RegionInputs:
 
 
 _USUAL = frozenset((Tensor, Parameter))
+_LEAVES = frozenset((*_USUAL, int, float, bool, str))
 
 
 def _laid_as(tensor: Tensor, stride: Sequence[int], is_conjugate: bool, is_negative: bool) -> Tensor:
@@ -412,6 +413,6 @@ def with_leaves(
 def _flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, spec = optree.tree_flatten(tree, namespace=PYTREE_NAMESPACE)
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and adopt_pytree_node(type(leaf)):
+        if type(leaf) not in _LEAVES and not isinstance(leaf, torch.Tensor) and adopt_pytree_node(type(leaf)):
             return _flatten(tree)
     return leaves, spec

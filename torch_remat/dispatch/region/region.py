@@ -105,23 +105,22 @@ class Tape:
 
     def last_place(self, hooks: object, early_stop: bool) -> int:
         """Return, at the end of forward, the place to which a replay goes; -1 if none is needed; see `may_need`."""
-        skipped, waits = set[int](), -1
+        skipped, waits, last = set[int](), -1, len(self.saved) - 1
         for call in self.ranges():
             skipped.update(range(call.start, call.end))
-            if any(hooks or one.holder() for one in call.waiting):
-                waits = max(waits, call.start)
-        places = range(len(self.saved) - 1, -1, -1)
-        last = next((place for place in places if place not in skipped and self.may_need(place, hooks)), -1)
+            for one in call.waiting:
+                if hooks or one.holder():
+                    waits = max(waits, call.start)
+        while last >= 0 and (last in skipped or not self.may_need(last, hooks)):
+            last -= 1
         if not early_stop and max(last, waits) >= 0:
             return len(self.saved)
         return max(self.with_parameters(last), waits)
 
-    def ranges(self) -> Iterator[Call]:
-        """Yield the calls over whose tensors replay passes."""
-        for calls in (self.records, self.functions):
-            for call in calls.values():
-                if call.is_skipped:
-                    yield call
+    def ranges(self) -> list[Call]:
+        """Return the calls over whose tensors replay passes."""
+        functions = [call for call in self.functions.values() if call.is_saved]
+        return [*(call for call in self.records.values() if call.is_skipped), *functions] if self.records else functions
 
     def holders_to_fill(self) -> Iterator[Holder]:
         """Yield the live holders that a replay fills, in order."""
@@ -192,8 +191,11 @@ class Tape:
     def with_parameters(self, place: int) -> int:
         """Return a place, or that of the last of the parameters that directly follow it, before the next call."""
         saved = self.saved
+        starts: set[int] | None = None
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
-            if any(call.start == place + 1 for call in self.ranges()):
+            if starts is None:
+                starts = {call.start for call in self.ranges()}
+            if place + 1 in starts:
                 break
             place += 1
         return place
