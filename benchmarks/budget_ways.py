@@ -157,6 +157,14 @@ def kept_and_peak_bytes(model: Model, way: Way) -> tuple[int, int]:
     return kept, peak
 
 
+def flops_of_products(model: Model, way: Way) -> int:
+    """Return the floating-point operations of matrix products in a step, by the profiler's count."""
+    model.run[0] = way.run
+    with way.around(), torch.profiler.profile(with_flops=True) as profiled:
+        model.step()
+    return sum(event.flops or 0 for event in profiled.key_averages())
+
+
 def take_times(model: Model, ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
     """Return the CPU seconds of whole steps, one of each way in each round, in an order that changes."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
@@ -173,15 +181,22 @@ def take_times(model: Model, ways: Mapping[str, Way], rounds: int) -> dict[str, 
     return samples
 
 
-def torch_budget(model: Model, share: float, backend: str) -> Way:
-    """Return the model compiled as a whole, with torch's own budget: a share of what it could keep."""
+def torch_budget(model: Model, share: float, backend: str, **options: Any) -> Way:
+    """Return the model compiled as a whole, with torch's own budget: a share of what it could keep.
+
+    Args:
+        model: The model.
+        share: Of what it could keep.
+        backend: That of `torch.compile`.
+        options: Further ones of ``torch._functorch.config``.
+    """
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 
     compiler = lookup_backend(backend)
 
     def partitioned(graph: Any, inputs: Any) -> Any:
-        with config.patch(activation_memory_budget=share):
+        with config.patch(activation_memory_budget=share, **options):
             return compiler(graph, inputs)
 
     # A backend of its own for each budget: else the code of another one would serve.

@@ -10,7 +10,8 @@ budgets. A budget's extra time is divided by that of the first n blocks at the s
 between the n's.
 
 ``--only peaks`` and ``--only planning`` are rows of their own; ``--compiled`` measures torch's own budgets, which takes
-most of an hour. ``--docs`` writes all tables into ``benchmarks/BUDGETS.md``.
+most of an hour, with ``--only solvers`` those with other choices of what is kept. ``--docs`` writes all tables into
+``benchmarks/BUDGETS.md``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch_remat as remat
 from .bars import Bar, TimeVerdict
 from .budget_models import MODELS, Model, gpt2
 from .budget_peaks import compiled, compiled_table, peaks, peaks_table, peaks_text, plot_peaks
+from .budget_solvers import solvers, solvers_table
 from .budget_ways import (
     HALF,
     HUGE,
@@ -41,6 +43,7 @@ from .budget_ways import (
     PRODUCTS,
     SAC,
     TORCH,
+    Way,
     kept_and_peak_bytes,
     point_name,
     take_times,
@@ -59,9 +62,12 @@ BARS: dict[str, Sequence[Bar]] = {
     "llama-512": [Bar(0.80, 0.65), Bar(0.55, 0.40), Bar(0.35, 0.25), Bar(0.30, 0.10)],
 }
 """On a budget's extra time, of that of the first n blocks at the same kept bytes, for each of ``POINTS``."""
-NOTHING_EVICTED, LEAST_BUDGET = Bar(1.01, 1.00), Bar(1.02, 1.00)
+NOTHING_EVICTED, LEAST_BUDGET, TO_BOUND = Bar(1.01, 1.00), Bar(1.02, 1.00), Bar(2.0, 1.3)
 PRODUCTS_KEPT = {"gpt2-256": Bar(0.165, 0.14)}
 """On the extra time over no checkpointing where products are kept by function."""
+MORE = ("peaks", "planning", "solvers")
+SOLVED = ("gpt2-256", "llama-256")
+"""The models in whose compiled budgets other solvers choose."""
 RESAMPLED = 200  # times, for the quartiles
 
 
@@ -76,6 +82,8 @@ def measure(name: str, model: Model, rounds: int) -> dict[str, Any]:
     kept = {way: sum(kept for kept, _ in bytes_) // len(bytes_) for way, bytes_ in counted.items()}
     least, most = kept[OURS], kept[NONE]
     beside = _quartiled(lambda taken: beside_first(kept, extras(taken)), samples)
+    bounds = {name: seconds for name in map(point_name, POINTS) if (seconds := recomputed_seconds(model, ways[name]))}
+    to_bounds = _quartiled(lambda taken: beside_bounds(bounds, taken), samples)
     ratios = _quartiled(lambda taken: {way: extra + 1 for way, extra in extras(taken).items()}, samples)
     rows = {
         way: {
@@ -85,6 +93,7 @@ def measure(name: str, model: Model, rounds: int) -> dict[str, Any]:
             "share": (kept[way] - least) / (most - least),
             "peak": max(peak for _, peak in counted[way]),
             "beside": beside.get(way),
+            "to bound": to_bounds.get(way),
             "first ms": [seconds * 1e3 for seconds in first_steps[way]] if ways[way].learns else None,
         }
         for way, taken in samples.items()
@@ -96,6 +105,18 @@ def measure(name: str, model: Model, rounds: int) -> dict[str, Any]:
 def extras(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return each way's extra time over no checkpointing, as a share of it: the median of the rounds."""
     return {name: _ratio(taken, samples[NONE]) - 1 for name, taken in samples.items()}
+
+
+def recomputed_seconds(model: Model, way: Way) -> float:
+    """Return what a budget's ladders say that kernels take in the replays of one step."""
+    steps = way.budget.to_dict()["steps"][-len(model.losses) :]
+    return sum(seconds for step in steps for region in step["regions"] for _, seconds in region["runs_again"])
+
+
+def beside_bounds(bounds: Mapping[str, float], samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the extra time of budgets, of the seconds that their ladders say are recomputed."""
+    found = extras(samples)
+    return {name: found[name] * median(samples[NONE]) / seconds for name, seconds in bounds.items()}
 
 
 def beside_first(kept: Mapping[str, int], extra: Mapping[str, float]) -> dict[str, float]:
@@ -160,6 +181,8 @@ def verdicts(result: dict[str, Any]) -> list[TimeVerdict]:
         row = rows[point_name(point)]
         said = f"{name}, {point_name(point)}, extra time"
         found.append(TimeVerdict(said, f"first n at {row['share']:.2f}", bar, row["beside"]))
+        if row["to bound"] is not None:
+            found.append(TimeVerdict(said, "recomputed seconds", TO_BOUND, row["to bound"]))
     found.append(TimeVerdict(f"{name}, nothing evicted", NONE, NOTHING_EVICTED, rows[HUGE]["ratio"]))
     found.append(TimeVerdict(f"{name}, least budget", OURS, LEAST_BUDGET, result["least to full"]))
     bar = PRODUCTS_KEPT.get(name, Bar())
@@ -224,7 +247,7 @@ def main(given: Sequence[str] | None = None) -> None:
     rounds = arguments.rounds or (3 if arguments.quick else 20)
     warnings.simplefilter("ignore", remat.RematWarning)
     torch.set_num_threads(1)
-    names = arguments.only or [*MODELS, "peaks", "planning"]
+    names = arguments.only or [*MODELS, *MORE]
     results: list[dict[str, Any]] = []
     found: dict[str, Any] = {}
     said: list[str] = []
@@ -273,12 +296,16 @@ def _compiled(
         model = MODELS[name]()
         found["compiled"][name] = compiled(model, arguments.backend, rounds)
         say(compiled_table(model.name, found["compiled"][name]))
+    found["solvers"] = {}
+    for name in (name for name in SOLVED if "solvers" in names):
+        found["solvers"][name] = solvers(MODELS[name](), rounds)
+        say(solvers_table(found["solvers"][name]))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
     parser.add_argument("--rounds", type=int, help="samples of each way (default: 20)")
-    parser.add_argument("--only", nargs="+", choices=[*MODELS, "peaks", "planning"])
+    parser.add_argument("--only", nargs="+", choices=[*MODELS, *MORE])
     parser.add_argument("--quick", action="store_true", help="three rounds")
     parser.add_argument("--compiled", action="store_true", help="torch's own budgets, with all that --only names")
     parser.add_argument("--backend", default="aot_eager_decomp_partition", help="of torch.compile, for --compiled")
