@@ -96,8 +96,10 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         """Pass on views, make real tensors from metadata, raise otherwise."""
         kwargs = kwargs or {}
-        first = _first_of([*args, *kwargs.values()])
         effects = effects_of(op)
+        if effects.view and type(base := args[0]) is Placeholder:  # the only tensor
+            return _views_of(base, op(_meta_twin(base), *args[1:], **kwargs))
+        first = _first_of([*args, *kwargs.values()])
         if effects.reshapes:
             return reshape(op, args, kwargs)
         if effects.viewed is not None:
@@ -183,6 +185,8 @@ def reshape(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _views_of(base: Placeholder, like: Any) -> Any:
     """Return placeholders for the results of a view op, which are like the given tensors."""
+    if isinstance(like, torch.Tensor):
+        return make_placeholder(like, base.source, base.device)
     return optree.tree_map(
         lambda leaf: make_placeholder(leaf, base.source, base.device) if isinstance(leaf, torch.Tensor) else leaf, like
     )
@@ -265,10 +269,13 @@ def _meta_twin(leaf: Any) -> Any:
     """Return a tensor on the meta device with a placeholder's metadata; other values as they are."""
     if not isinstance(leaf, Placeholder):
         return leaf
-    extent = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size)
+    shape, stride, offset = geometry_of(leaf)
     with without_dispatch_modes():  # no ops of the user's
-        base = torch.empty(leaf.storage_offset() + extent + 1, dtype=leaf.dtype, device="meta")
-        twin = base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+        if offset:
+            extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
+            twin = torch.empty(offset + extent + 1, dtype=leaf.dtype, device="meta").as_strided(shape, stride, offset)
+        else:
+            twin = torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
     if leaf.is_conj():
         twin = twin.conj()
     return negative_view(twin) if leaf.is_neg() else twin
