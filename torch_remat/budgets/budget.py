@@ -197,8 +197,9 @@ class Budget(Data, Pictured):
         rungs = part.ladder.rungs
         bought = self._bought.get((row.kind, row.number))
         if bought is not None and bought[0] is part.ladder:
-            rung = bought[1]
-            at = next((at for at, one in enumerate(rungs) if one.bytes >= rung.bytes), len(rungs) - 1)
+            rung, at = bought[1], 0
+            while at < len(rungs) - 1 and rungs[at].bytes < rung.bytes:
+                at += 1
         elif self.limit >= UNLIMITED and self.share in (None, 1):
             rung, at = rungs[-1], len(rungs) - 1
         elif self.steps[-1].choice is None:  # of a share that is not measured yet, too
@@ -211,7 +212,8 @@ class Budget(Data, Pictured):
         if bought is not None:
             self._rest_bytes -= bought[0].rungs[0].bytes
         room = self.limit - self.ledger.total - max(self._rest_bytes, 0)
-        room = min([room, *(owner.limit - owner.ledger.total for owner in asked.owners[1:])])
+        for owner in asked.owners[1:]:
+            room = min(room, owner.limit - owner.ledger.total)
         if room < UNLIMITED // 2 and part.bytes_at(at) > room and not rung.away:
             while at and part.bytes_at(at) > room:
                 at -= 1

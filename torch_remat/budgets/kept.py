@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from torch_remat._compat import collective_counter, graph_task
 from torch_remat._storages import Ledger, parts_of
@@ -67,7 +67,13 @@ class Owner(Protocol):
 
 def bytes_of(leaves: Sequence[Any]) -> int:
     """Return the bytes of the tensors among the leaves of a region's arguments."""
-    return sum(part.nbytes for leaf in leaves if isinstance(leaf, Tensor) for part in parts_of(leaf))
+    size = 0
+    for leaf in leaves:
+        if type(leaf) is Tensor and leaf.layout is strided:
+            size += leaf.nbytes
+        elif isinstance(leaf, Tensor):
+            size += sum(part.nbytes for part in parts_of(leaf))
+    return size
 
 
 class Asked:

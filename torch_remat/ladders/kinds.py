@@ -129,17 +129,24 @@ def kind_of(function: Callable[..., Any], leaves: Sequence[Any]) -> tuple[Kind, 
         function = function.func
     owner = function if isinstance(function, Module) else getattr(function, "__self__", function)
     code = getattr(function, "__code__", None) or getattr(function, "__qualname__", None)
-    cells = [_cell(cell) for cell in getattr(function, "__closure__", None) or ()]
+    cells = map(_cell, getattr(function, "__closure__", None) or ())
     if not isinstance(owner, Module):  # which may be made anew for each step
         owner = code if isinstance(code, CodeType) else type(owner)
-    given = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else _said(leaf) for leaf in leaves)
-    key = id(owner), code, *cells, getattr(owner, "training", None), any_autocast_enabled(), given
+    given: list[Any] = []
+    shapes = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            given += (leaf.dtype, leaf.requires_grad)
+            shapes.append(leaf.shape)
+        else:
+            given.append(_said(leaf))
+    key = id(owner), code, *cells, getattr(owner, "training", None), any_autocast_enabled(), *given
     kind = _kinds.get(key)
     if kind is None or not kind.is_of(owner):
         if len(_kinds) >= _KINDS:
             _kinds.clear()
         kind = _kinds[key] = Kind(owner)
-    return kind, tuple([leaf.shape for leaf in leaves if isinstance(leaf, Tensor)])
+    return kind, tuple(shapes)
 
 
 def forget_kinds() -> None:
