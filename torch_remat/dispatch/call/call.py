@@ -182,6 +182,7 @@ class Given:
     Args:
         function: The function; None if it has no variables.
         leaves: The leaves of the arguments.
+        keys: The storages of all of them, if these are known.
     """
 
     used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
@@ -190,12 +191,15 @@ class Given:
     _by_key: dict[int, int] | None = None
     _has_keys_of_variables = False
 
-    def __init__(self, function: Any, leaves: Sequence[Any]) -> None:
+    def __init__(self, function: Any, leaves: Sequence[Any], keys: Sequence[int] | None = None) -> None:
         self.leaves = leaves
         self._function = function
+        self._all_keys = keys
 
     def place_at(self, key: int) -> int | None:
         """Return which of them has a storage; None if none has. The variables are looked for if no argument has it."""
+        if self._all_keys is not None and key not in self._all_keys:
+            return None
         if self._by_key is None:
             self._by_key = {}
             for place, leaf in enumerate(self.leaves):

@@ -171,7 +171,7 @@ class Noting(Functions):
             call.casts = casts
         call.layout, before, reads = _taken(leaves)
         draws = log.draws if about.draws else None
-        log.open(call, leaves)
+        log.open(call, leaves, reads)
         if draws is not None:
             draws.begin()
         try:

@@ -271,12 +271,12 @@ class Recorder:
         self.settle()
         return False
 
-    def open(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Begin the range of a call, which has these arguments."""
+    def open(self, call: Call, leaves: Sequence[Any], keys: Sequence[int]) -> None:
+        """Begin the range of a call, which has these arguments, in these storages."""
         if self.number >= 0:
             self.settle()
         call.start = len(self.region.tape.saved)
-        self.saving, self._given = call, Given(None, leaves)
+        self.saving, self._given = call, Given(None, leaves, keys)
 
     def give_up(self, call: Call) -> None:
         """Keep nothing of a call that replay runs: its holders are filled as if nobody had named it."""
