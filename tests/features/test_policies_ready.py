@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -27,6 +28,8 @@ from tests.offloaders import Counting
 from torch_remat import policies
 
 MM = [aten.mm.default]
+VIEWS = Counter(_unsafe_view=99)
+"""As which the result of a linear ends, which is an op of its own or, by function from torch 2.15 on, none."""
 
 
 def sine_chain(x, w):
@@ -47,7 +50,8 @@ def test_ready_policy_is_the_list_of_its_ops(policy, ops, retained):
     x, block = leaf(2, 8, 16), TransformerBlock(16, 2)
     parameters = list(block.parameters())
     assert_equal_gradients(block, region(policy)(block), [x])
-    assert replayed_ops(block, region(policy), [x], parameters) == replayed_ops(block, region(ops), [x], parameters)
+    by_function, by_op = (Counter(replayed_ops(block, region(one), [x], parameters)) for one in (policy, ops))
+    assert by_function - VIEWS == by_op - VIEWS
     assert retained_bytes(region(policy)(TransformerBlock()), [leaf(4, 128, 256)]) == retained
 
 
@@ -138,14 +142,11 @@ def test_save_discrete_does_not_choose_again(op):
 def test_combination_saves_what_either_saves():
     x, block = leaf(2, 8, 16), TransformerBlock(16, 2)
     parameters = list(block.parameters())
-    both = replayed_ops(block, region(policies.save_attention | policies.save_matmuls), [x], parameters)
-    assert both == replayed_ops(block, region(ATTENTION + MATMULS), [x], parameters)
-    assert both == replayed_ops(block, region(policies.save_matmuls | policies.save_attention), [x], parameters)
-    assert set(both) - {"_unsafe_view"} == {
-        "native_layer_norm",
-        "add",
-        "gelu",
-    }  # as which a linear ends from torch 2.15 on
+    ways = policies.save_attention | policies.save_matmuls, policies.save_matmuls | policies.save_attention
+    for policy in (*ways, ATTENTION + MATMULS):
+        ran = Counter(replayed_ops(block, region(policy), [x], parameters)) - VIEWS
+        assert set(ran) == {"native_layer_norm", "add", "gelu"}
+        assert ran == Counter(replayed_ops(block, region(ways[0]), [x], parameters)) - VIEWS
 
 
 def sines(ctx, op, *args, **kwargs):
