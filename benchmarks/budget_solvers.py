@@ -86,7 +86,8 @@ class Ladders(CustomKnapsackSolver):  # type: ignore[misc]
             candidates: What the partitioner lets choose.
         """
         record, every = self._record(node_info.required_fw_nodes), range(len(candidates))
-        with patch.multiple(ladder, _RUN_NS=0, _ACT_NS=0, _SEEN_NS=0):  # compiled code has no calls that cost
+        free = dict.fromkeys(("_RUN_NS", "_ACT_NS", "_SEEN_NS", "_REGION_NS"), 0)
+        with patch.multiple(ladder, **free):  # compiled code has no calls that cost
             rungs = ladder.Ladder(record).rungs
         chosen: list[int] = []
         for rung in rungs:

@@ -73,7 +73,7 @@ class Chance(MemoryBudget):
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    for cost in ("_ACT_NS", "_SEEN_NS"):  # so that small calls are worth it, too
+    for cost in ("_ACT_NS", "_SEEN_NS", "_REGION_NS"):  # so that small calls are worth it, too
         monkeypatch.setattr(ladder, cost, 0)
     kinds.forget_kinds()
     yield

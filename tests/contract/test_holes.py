@@ -350,7 +350,7 @@ def assert_equal(expected, actual, what):
 def _ladders_of_small_ops(monkeypatch):
     monkeypatch.setattr(kinds, "_RESTARTS", 10**9)
     monkeypatch.setattr(kinds, "_SAMPLES", 1)
-    for cost in ("_ACT_NS", "_SEEN_NS"):
+    for cost in ("_ACT_NS", "_SEEN_NS", "_REGION_NS"):
         monkeypatch.setattr(ladder, cost, 0)
     kinds.forget_kinds()
     yield

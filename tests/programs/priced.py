@@ -77,7 +77,7 @@ def with_ladders() -> Iterator[None]:
         patch.object(kinds, "_SAMPLES", 1),
         patch.object(kinds, "_RESTARTS", 10**9),
         patch.object(kinds, "_said", _said),
-        patch.object(ladder, "_ACT_NS", 0),
+        patch.multiple(ladder, _ACT_NS=0, _REGION_NS=0),
         patch.object(survey, "perf_counter_ns", clock),
     ):
         kinds.forget_kinds()

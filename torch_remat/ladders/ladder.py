@@ -37,6 +37,7 @@ from torch_remat.ladders.record import Record
 # Nanoseconds that a call costs besides its kernels: one that runs in replay; one that is kept or skipped, in both
 # phases (30,000 where code is hot, but between kernels of a millisecond it is cold); each, where a mode sees functions.
 _RUN_NS, _ACT_NS, _SEEN_NS = 4_000, 100_000, 2_500
+_REGION_NS = 400_000  # what a region that is not plain code costs in both phases: 200,000 hot, to 800,000
 _STATE_BYTES = torch.get_rng_state().numel()
 
 Numbers = Mapping[int, Sequence[int]]  # by the number of a call, which of its results are kept
@@ -100,7 +101,8 @@ class Ladder:
         self._maker = {unit: self._node[at[0]] for unit, at in enumerate(record.writers) if at}
         self._groups = {node for at, node in enumerate(self._node) if at != node}
         self.input_bytes = sum(record.sizes[unit] for unit in record.inputs)
-        all_ns = record.whole_ns if record.is_hidden else sum(step.ns + _RUN_NS for step in record.steps)
+        run_ns = record.whole_ns if record.is_hidden else sum(step.ns + _RUN_NS for step in record.steps)
+        all_ns = run_ns + _REGION_NS
         nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps if step.ns])
         everything = [] if record.is_named or left_out else [Rung(record.whole_bytes, 0, is_plain=True)]
         self.whole_bytes = record.whole_bytes
@@ -173,7 +175,7 @@ class Ladder:
         """Return a cut as what replay does with each call, at what it costs in truth."""
         record, there = self.record, set[int]()
         acts: dict[Any, dict[int, tuple[int, ...]]] = {}
-        ns, ran, kept_by, names = record.calls * _SEEN_NS, [], [], dict[tuple[Any, int], str]()
+        ns, ran, kept_by, names = _REGION_NS + record.calls * _SEEN_NS, [], [], dict[tuple[Any, int], str]()
         for at, step in enumerate(record.steps):
             made = [unit for unit in step.writes if unit in kept]
             is_run = self._node[at] in runs or (

@@ -18,6 +18,7 @@ OP_NS = 100_000
 def _each_op_takes_the_same(monkeypatch):
     monkeypatch.setattr(survey, "perf_counter_ns", count(0, OP_NS).__next__)
     monkeypatch.setattr(ladder, "_ACT_NS", 30_000)
+    monkeypatch.setattr(ladder, "_REGION_NS", 0)
     for forget in (kinds.forget_kinds, forget_steps):
         forget()
     yield

@@ -306,7 +306,7 @@ def test_what_may_be_sent_away_is_asked_anew_in_each_step(monkeypatch):
     model, x = Parts(width=32, depth=6), leaf(64, 32)
     model.wrap = checkpointed
     limit = kept_without_limit(lambda: step(model, x)) // 3
-    with remat.budget(limit, reserve=0, offload="fill") as budget, remat.offload_to(Counting()):
+    with remat.budget(limit, reserve=0, offload="fill"), remat.offload_to(Counting()):
         for _ in range(RECORDED + 1):
             step(model, x)
         for allowed in (0, 2**30, 0, 2**30):

@@ -59,7 +59,7 @@ def uneven_ranks(model: nn.Module, more: int = 2) -> None:
 def calls_that_cost_nothing() -> Iterator[None]:
     """Let it be worth the while to keep calls of small models."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_ACT_NS", "_SEEN_NS"):
+        for name in ("_ACT_NS", "_SEEN_NS", "_REGION_NS"):
             patch.setattr(ladder, name, 0)
         kinds.forget_kinds()
         yield
