@@ -722,8 +722,13 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "bytes left over buy nothing", "budgets", "budgets/price.py",
+        "        total = _spend_rest(parts, rungs, total, limit, most)\n",
+        "        pass\n",
+    ),
+    Mutant(
         "replays not counted in a budget", "budgets", "budgets/price.py",
-        " or (counts_replays and peak(parts, at) > most)",
+        " or not _fits(parts, rungs, -place, rung, most)",
         "",
     ),
     Mutant(

@@ -184,8 +184,8 @@ class AgreedBudget(Budget):
         bucket.limit = -least if self.share is None or self.share >= 1 else fixed + self.share * (most - fixed)
         choice = price.choose(parts, bucket.limit - bucket.over - other, self.share is None)
         bucket.bought = {
-            (row.name, row.number): _Bought(part, part.ladder.rungs[at], row.input_bytes)
-            for row, part, at in zip(rows, parts, choice.rungs, strict=True)
+            (row.name, row.number): _Bought(part, rung, row.input_bytes)
+            for row, part, rung in zip(rows, parts, choice.rungs, strict=True)
         }
         bucket.plan = _plan_of(bucket.bought, self._ranks)
 

@@ -197,27 +197,24 @@ class Budget(Data, Pictured):
         rungs = part.ladder.rungs
         bought = self._bought.get((row.kind, row.number))
         if bought is not None and bought[0] is part.ladder:
-            rung, at = bought[1], 0
-            while at < len(rungs) - 1 and rungs[at].bytes < rung.bytes:
-                at += 1
+            rung = bought[1]
         elif self.limit >= UNLIMITED and self.share in (None, 1):
-            rung, at = rungs[-1], len(rungs) - 1
+            rung = rungs[-1]
         elif self.steps[-1].choice is None:  # of a share that is not measured yet, too
-            rung, at = rungs[0], 0
+            rung = rungs[0]
         else:
             price = self.steps[-1].choice.price
             rung, at = rung_at(part.ladder, price)
             if rung.is_plain and at and price:  # more may come that nobody expects: this one must have what to evict
-                rung, at = rungs[at - 1], at - 1
+                rung = rungs[at - 1]
         if bought is not None:
             self._rest_bytes -= bought[0].rungs[0].bytes
         room = self.limit - self.ledger.total - max(self._rest_bytes, 0)
         for owner in asked.owners[1:]:
             room = min(room, owner.limit - owner.ledger.total)
-        if room < UNLIMITED // 2 and part.bytes_at(at) > room and not rung.away:
-            while at and part.bytes_at(at) > room:
-                at -= 1
-            rung = rungs[at]
+        if room < UNLIMITED // 2 and not rung.away:
+            while part.bytes_of(rung) > room and (at := part.ladder.below(rung)) >= 0:
+                rung = rungs[at]
         return rung
 
     def _plain_region(self, asked: Asked, row: Row) -> PlainRegion:
@@ -314,8 +311,8 @@ class Budget(Data, Pictured):
             return self._solved[1:]
         choice = choose(parts, limit, self.share is None)
         bought = {
-            (row.kind, row.number): (part.ladder, part.ladder.rungs[at])
-            for row, part, at in zip(rows, parts, choice.rungs, strict=True)
+            (row.kind, row.number): (part.ladder, rung)
+            for row, part, rung in zip(rows, parts, choice.rungs, strict=True)
             if row.kind is not None
         }
         if self._filler is not None:

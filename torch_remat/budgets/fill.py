@@ -50,7 +50,7 @@ class Filler:
 
     def fill(self, bought: Mapping[Any, tuple[Ladder, Rung]], parts: Sequence[Part]) -> dict[Any, tuple[Ladder, Rung]]:
         """Return the regions that get a higher rung, with it."""
-        at = {key: ladder.rungs.index(rung) for key, (ladder, rung) in bought.items()}
+        at = {key: sum(one.bytes <= rung.bytes for one in ladder.rungs) - 1 for key, (ladder, rung) in bought.items()}
         steps = sorted(
             (-gain(part, rung), place, rung, key)
             for place, (key, part) in enumerate(zip(bought, parts, strict=True))
@@ -60,7 +60,7 @@ class Filler:
         for _, place, rung, key in steps:
             ladder, low = bought[key]
             high = ladder.rungs[rung + 1]
-            more = (high.bytes - ladder.rungs[rung].bytes) * parts[place].scale
+            more = (high.bytes - max(low.bytes, ladder.rungs[rung].bytes)) * parts[place].scale
             if high.is_plain or at[key] != rung or more > left:
                 continue
             left, at[key] = left - more, rung + 1

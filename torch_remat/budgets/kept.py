@@ -192,7 +192,7 @@ class KeptRegion:
             or not region.finished
         ):
             return -1
-        return row.part.ladder.rungs.index(row.rung) - 1
+        return row.part.ladder.below(row.rung)
 
     def lower(self, rung: int) -> bool:
         """Keep what a lower rung keeps; return whether it could be."""

@@ -4,8 +4,8 @@ In: for each region of a step its ladder. Kept: nothing. Out: a rung for each, a
 that the next one would spare.
 
 Rungs are on lower hulls, so that to buy always the step that spares most time for a byte is the optimum of the linear
-program, but for the last step, which does not fit as a whole. Of equal steps the later region buys first: its replay
-would come when the others still hold everything.
+program, but for the last step, which does not fit as a whole: what is left over goes to any rung that it pays for. Of
+equal steps the later region buys first: its replay would come when the others still hold everything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from torch_remat.ladders.ladder import Ladder, Rung
@@ -31,21 +32,24 @@ class Part(NamedTuple):
     scale: float = 1.0
     more_bytes: int = 0
 
-    def bytes_at(self, rung: int) -> float:
+    def bytes_of(self, rung: Rung) -> float:
         """Return what it keeps on a rung."""
-        return self.ladder.rungs[rung].bytes * self.scale + self.more_bytes
+        return rung.bytes * self.scale + self.more_bytes
 
-    def filled_by(self, rung: int) -> float:
+    def bytes_at(self, rung: int) -> float:
+        """Return what it keeps on the rung of a number."""
+        return self.bytes_of(self.ladder.rungs[rung])
+
+    def filled_by(self, rung: Rung) -> float:
         """Return what its replay makes besides what it keeps on a rung."""
-        one = self.ladder.rungs[rung]
-        return 0.0 if one.is_plain else max(self.ladder.whole_bytes - one.bytes, 0) * self.scale
+        return 0.0 if rung.is_plain else max(self.ladder.whole_bytes - rung.bytes, 0) * self.scale
 
 
 class Choice(NamedTuple):
     """What the regions of a step keep.
 
     Attributes:
-        rungs: For each region the number of its rung.
+        rungs: For each region its rung.
         bytes: What they keep together.
         peak_bytes: What they keep and a replay fills, at most.
         ns: What it costs.
@@ -53,7 +57,7 @@ class Choice(NamedTuple):
         next_bytes: The bytes of that step.
     """
 
-    rungs: Sequence[int]
+    rungs: Sequence[Rung]
     bytes: int
     peak_bytes: int
     ns: float
@@ -70,8 +74,8 @@ def choose(parts: Sequence[Part], limit: float, counts_replays: bool) -> Choice:
         counts_replays: Whether also what a replay fills is to be within the limit, at any moment of backward, or within
             what is needed there if nothing is kept.
     """
-    at = [0] * len(parts)
-    most = max(limit, peak(parts, at))
+    at, rungs = [0] * len(parts), [part.ladder.rungs[0] for part in parts]
+    most = max(limit, peak(parts, rungs)) if counts_replays else inf
     total = sum(part.bytes_at(0) for part in parts)
     refused = (0.0, 0)
     steps: list[tuple[float, int]] = [(-gain(part, 0), -place) for place, part in enumerate(parts) if _has(part, 0)]
@@ -79,23 +83,47 @@ def choose(parts: Sequence[Part], limit: float, counts_replays: bool) -> Choice:
     while steps:
         negative, place = heappop(steps)
         part = parts[-place]
-        more = part.bytes_at(at[-place] + 1) - part.bytes_at(at[-place])
-        at[-place] += 1
-        if total + more > limit or (counts_replays and peak(parts, at) > most):
-            at[-place] -= 1
+        rung = part.ladder.rungs[at[-place] + 1]
+        more = part.bytes_of(rung) - part.bytes_of(rungs[-place])
+        if total + more > limit or not _fits(parts, rungs, -place, rung, most):
             refused = refused if refused[1] else (-negative, int(more))
             continue  # what comes later on this ladder is worth less
-        total += more
+        total, at[-place], rungs[-place] = total + more, at[-place] + 1, rung
         if _has(part, at[-place]):
             heappush(steps, (-gain(part, at[-place]), place))
-    ns = sum(part.ladder.rungs[rung].ns * part.scale for part, rung in zip(parts, at, strict=True))
-    return Choice(at, int(total), int(peak(parts, at)), ns, *refused)
+    if refused[1]:
+        total = _spend_rest(parts, rungs, total, limit, most)
+    ns = sum(rung.ns * part.scale for part, rung in zip(parts, rungs, strict=True))
+    return Choice(rungs, int(total), int(peak(parts, rungs)), ns, *refused)
 
 
-def peak(parts: Sequence[Part], at: Sequence[int]) -> float:
+def _spend_rest(parts: Sequence[Part], rungs: list[Rung], total: float, limit: float, most: float) -> float:
+    """Raise regions to any rung that the bytes left over pay for, first to that which spares most; return the sum."""
+    while True:
+        best: tuple[float, int, Rung, float] | None = None
+        seen = {(id(part.ladder), part.scale, id(rungs[place])): place for place, part in enumerate(parts)}
+        for place in seen.values():  # of equal regions the last
+            part, now = parts[place], rungs[place]
+            for rung in (*part.ladder.between, *part.ladder.rungs):
+                spared, more = (now.ns - rung.ns) * part.scale, (rung.bytes - now.bytes) * part.scale
+                is_better = spared > (best[0] if best else 0.0) and total + more <= limit
+                if is_better and _fits(parts, rungs, place, rung, most):
+                    best = spared, place, rung, more
+        if best is None:
+            return total
+        _, place, rungs[place], more = best
+        total += more
+
+
+def _fits(parts: Sequence[Part], rungs: Sequence[Rung], place: int, rung: Rung, most: float) -> bool:
+    """Whether the peak stays within a number of bytes if one region has another rung."""
+    return most == inf or peak(parts, [*rungs[:place], rung, *rungs[place + 1 :]]) <= most
+
+
+def peak(parts: Sequence[Part], rungs: Sequence[Rung]) -> float:
     """Return the most that regions hold at any moment: after forward, or while one of them is replayed."""
-    sums = accumulate(part.bytes_at(rung) for part, rung in zip(parts, at, strict=True))
-    filled = (part.filled_by(rung) for part, rung in zip(parts, at, strict=True))
+    sums = accumulate(part.bytes_of(rung) for part, rung in zip(parts, rungs, strict=True))
+    filled = (part.filled_by(rung) for part, rung in zip(parts, rungs, strict=True))
     return max(map(float.__add__, map(float, sums), filled), default=0.0)
 
 

@@ -79,6 +79,7 @@ class Ladder:
     Attributes:
         rungs: From the fewest bytes to the least time; those on the lower hull. The first keeps nothing, the last is
             plain code, unless the author or the policy excludes that.
+        between: Further cuts, which no exchange of bytes for time buys: for bytes that are left over.
         record: The forward.
         input_bytes: The bytes of the region's arguments, which all rungs but plain code hold.
         whole_bytes: What it keeps as plain code.
@@ -106,13 +107,19 @@ class Ladder:
         nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps if step.ns])
         everything = [] if record.is_named or left_out else [Rung(record.whole_bytes, 0, is_plain=True)]
         self.whole_bytes = record.whole_bytes
-        self.rungs = _lower_hull([nothing, *([] if record.is_hidden else self._cuts()), *everything])
+        found = [nothing, *([] if record.is_hidden else self._cuts()), *everything]
+        self.rungs = _lower_hull(found)
+        self.between = [rung for rung in found if not any(rung is one for one in self.rungs)]
 
     def at_share(self, share: float) -> Rung:
         """Return the rung of the least time that keeps at most a share of the way from first to last."""
         least, most = self.rungs[0].bytes, self.rungs[-1].bytes
         limit = least + share * (most - least)
-        return [rung for rung in self.rungs if rung.bytes <= limit][-1]
+        return min((rung for rung in (*self.rungs, *self.between) if rung.bytes <= limit), key=lambda rung: rung.ns)
+
+    def below(self, rung: Rung) -> int:
+        """Return the number of the next rung that keeps fewer bytes; -1 if there is none."""
+        return sum(one.bytes < rung.bytes for one in self.rungs) - 1
 
     def _cuts(self) -> list[Rung]:
         least, most = self._cut(0, 1), self._cut(1, 0)
