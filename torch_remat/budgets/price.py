@@ -101,8 +101,7 @@ def _spend_rest(parts: Sequence[Part], rungs: list[Rung], total: float, limit: f
     """Raise regions to any rung that the bytes left over pay for, first to that which spares most; return the sum."""
     while True:
         best: tuple[float, int, Rung, float] | None = None
-        seen = {(id(part.ladder), part.scale, id(rungs[place])): place for place, part in enumerate(parts)}
-        for place in seen.values():  # of equal regions the last
+        for place in reversed(range(len(parts))):  # of equal ones the last
             part, now = parts[place], rungs[place]
             for rung in (*part.ladder.between, *part.ladder.rungs):
                 spared, more = (now.ns - rung.ns) * part.scale, (rung.bytes - now.bytes) * part.scale

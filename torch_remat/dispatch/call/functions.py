@@ -203,7 +203,7 @@ class Noting(Functions):
             log.settle()
             call.gradients, call.saved, call.made = (result.requires_grad,), FIRST, ((0, key),)
             log.storages.writers[key] = call, 0
-            if places is None or places:
+            if places is None or 0 in places:
                 alias = self._mode.alias_of(result)
                 call.held = ((0, alias, alias._version),)
             else:  # there is a placeholder in replay
