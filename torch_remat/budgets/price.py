@@ -19,6 +19,9 @@ from typing import NamedTuple
 from torch_remat.ladders.ladder import Ladder, Rung
 
 
+_WORTH = 20  # what is left over has to spare one part in so many of what a region costs
+
+
 class Part(NamedTuple):
     """One region of a step.
 
@@ -105,7 +108,8 @@ def _spend_rest(parts: Sequence[Part], rungs: list[Rung], total: float, limit: f
             part, now = parts[place], rungs[place]
             for rung in (*part.ladder.between, *part.ladder.rungs):
                 spared, more = (now.ns - rung.ns) * part.scale, (rung.bytes - now.bytes) * part.scale
-                is_better = spared > (best[0] if best else 0.0) and total + more <= limit
+                least = best[0] if best else now.ns * part.scale / _WORTH
+                is_better = spared > least and total + more <= limit
                 if is_better and _fits(parts, rungs, place, rung, most):
                     best = spared, place, rung, more
         if best is None:
