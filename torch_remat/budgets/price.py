@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from torch_remat.ladders.ladder import Ladder, Rung
 
-
 _WORTH = 20  # what is left over has to spare one part in so many of what a region costs
 
 
