@@ -118,7 +118,7 @@ class Ladder:
         return min((rung for rung in (*self.rungs, *self.between) if rung.bytes <= limit), key=lambda rung: rung.ns)
 
     def below(self, rung: Rung) -> int:
-        """Return the number of the next rung that keeps fewer bytes; -1 if there is none."""
+        """Return the number of the next rung that keeps fewer bytes; -1 if no rung does."""
         return sum(one.bytes < rung.bytes for one in self.rungs) - 1
 
     def _cuts(self) -> list[Rung]:
