@@ -36,7 +36,7 @@ from torch_remat.ladders.record import Record
 
 # Nanoseconds that a call costs besides its kernels: one that runs in replay; one that is kept or skipped, in both
 # phases (30,000 where code is hot, but between kernels of a millisecond it is cold); each, where a mode sees functions.
-_RUN_NS, _ACT_NS, _SEEN_NS = 4_000, 100_000, 2_500
+_RUN_NS, _ACT_NS, _SEEN_NS = 4_000, 150_000, 2_500
 _REGION_NS = 400_000  # what a region that is not plain code costs in both phases: 200,000 hot, to 800,000
 _STATE_BYTES = torch.get_rng_state().numel()
 
