@@ -7,7 +7,8 @@ NOTE [ A placeholder that is read after all ]
 A policy keeps what replay is seen to need, and the Python of a native region meets placeholders inside. Any other
 reader of a placeholder (access to data without an op, an op without a `grad_fn` in unwatched code) gets a
 `PlaceholderError`. Then the replay starts over once, even if user code swallowed the error: filled holders are emptied,
-buffers and generators are put back, and every native region and op of the log runs; other calls have their results. An
+buffers and generators are put back, and every native region and op of the log runs, and each call of whose result
+forward kept nothing, since replay was not to go on past it; other calls have their results. An
 error in which C++ code refuses a placeholder counts as one. One warning, at the end, says who reads what. The error is
 final where a native region modified something outside the region, where random numbers cannot be drawn again, and for
 the output of a handle, whose body cannot run in replay.
@@ -481,7 +482,9 @@ class Answerer:
         """Whether an entry is a call whose results are there, or a handle whose body cannot run in replay."""
         if not isinstance(entry, Call) or entry.answers is not None:
             return False
-        return not entry.is_handle or self.region.options.policy is None
+        if entry.is_handle:
+            return self.region.options.policy is None
+        return len(entry.kept) > 0 or not entry.saved  # else forward did not expect replay to go on past it
 
     def _cannot_run(self, entry: Entry) -> bool:
         """Whether an entry cannot run again."""
