@@ -237,8 +237,8 @@ class AgreedBudget(Budget):
                 self.forget_dead()
                 return Begun(asked.kind, asked.shapes, row.rung, run=self._plain_region(asked, row).run)
         if row.is_plain:
-            row.rung = next(rung for rung in reversed(part.ladder.rungs) if not rung.is_plain)
-        return Begun(asked.kind, asked.shapes, row.rung if row.rung.acts else None, entry=row)
+            row.rung = part.ladder.as_region()
+        return Begun(asked.kind, asked.shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
 
     def note_name(self, name: str) -> None:
         """Note a region that does not go by price."""

@@ -188,7 +188,7 @@ class Budget(Data, Pictured):
             if row.is_plain and may_be_plain(asked) and not observers:  # which see regions alone
                 return Begun(kind, shapes, row.rung, run=self._plain_region(asked, row).run)
             if row.is_plain:
-                row.rung = next((rung for rung in reversed(row.part.ladder.rungs) if not rung.is_plain), None)
+                row.rung = row.part.ladder.as_region()
             return Begun(kind, shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
 
     def _rung_for(self, asked: Asked, row: Row, part: Part) -> Rung:

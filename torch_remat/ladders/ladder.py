@@ -117,6 +117,10 @@ class Ladder:
         limit = least + share * (most - least)
         return min((rung for rung in (*self.rungs, *self.between) if rung.bytes <= limit), key=lambda rung: rung.ns)
 
+    def as_region(self) -> Rung | None:
+        """Return the highest rung that is not plain code; None if plain code keeps no more than any other."""
+        return next((rung for rung in reversed(self.rungs) if not rung.is_plain), None)
+
     def below(self, rung: Rung) -> int:
         """Return the number of the next rung that keeps fewer bytes; -1 if no rung does."""
         return sum(one.bytes < rung.bytes for one in self.rungs) - 1

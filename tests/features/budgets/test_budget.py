@@ -33,6 +33,7 @@ from tests.helpers import (
 )
 from torch_remat import _compat
 from torch_remat._kept import kept_by
+from torch_remat.budgets import group
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.ladders import kinds
@@ -836,6 +837,40 @@ def test_region_with_another_switch_is_not_like_the_one_before():
 
 
 # Over ranks, in one process: `tests/features/distributed/budget_checks.py` has what several do
+
+
+class Work:
+    """A collective that takes so many looks."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def is_completed(self):
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_rank_that_failed_ends_only_the_wait_that_it_did_not_join(monkeypatch):
+    ranks = group.Ranks.__new__(group.Ranks)
+    monkeypatch.setattr(group, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(ranks, "_failed", lambda blocks: "rank 1 raised KeyError", raising=False)
+    ranks._warned = False
+    ranks._wait(Work(3), [0])  # what it has sent is on its way
+    with pytest.raises(remat.RematError, match="rank 1 raised KeyError in a block"):
+        ranks._wait(Work(10**9), [0])
+
+
+def test_region_that_must_not_be_plain_code_though_that_keeps_nothing_runs_in_a_group(tmp_path):
+    x = torch.randn(64, 64, requires_grad=True)
+    region = remat.checkpoint(region_name="scale", determinism_check="bitwise")(lambda x: x * 2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        budget = remat.budget("1 MiB", group=dist.group.WORLD)
+        for _ in range(6):
+            with budget:
+                assert torch.equal(torch.autograd.grad(region(x).sum(), x)[0], torch.full_like(x, 2))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_group_that_is_none_is_an_error(tmp_path):

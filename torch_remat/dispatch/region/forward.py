@@ -161,9 +161,8 @@ def begin(
         return Begun(kind, shapes, is_new=is_new)
     ladder = kind.ladder(shapes, options.functions.decisions, options.functions.left_out)
     rung = None if ladder is None else options.price.choose(ladder)
-    if rung is not None and rung.is_plain and budget is not None:  # which counts regions
-        assert ladder is not None
-        rung = next((one for one in reversed(ladder.rungs) if not one.is_plain), None)
+    if ladder is not None and rung is not None and rung.is_plain and budget is not None:  # which counts regions
+        rung = ladder.as_region()
     return Begun(kind, shapes, rung, run=_plain if rung is not None and rung.is_plain else None)
 
 
