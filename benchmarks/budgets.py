@@ -9,9 +9,9 @@ selective activation checkpointing with all matrix products kept and with every 
 budgets. A budget's extra time is divided by that of the first n blocks at the same kept bytes, which is interpolated
 between the n's.
 
-``--only peaks`` and ``--only planning`` are rows of their own; ``--compiled`` measures torch's own budgets, which takes
-most of an hour, with ``--only solvers`` those with other choices of what is kept. ``--docs`` writes all tables into
-``benchmarks/BUDGETS.md``.
+``--only peaks``, ``--only planning`` and ``--only solvers`` are parts of their own; the last has torch's own compiled
+budgets with other choices of what is kept. ``--compiled`` measures torch's on all models, which takes most of an
+hour. ``--docs`` writes all tables into ``benchmarks/BUDGETS.md``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import torch_remat as remat
 from .bars import Bar, TimeVerdict
 from .budget_models import MODELS, Model, gpt2
 from .budget_peaks import compiled, compiled_table, peaks, peaks_table, peaks_text, plot_peaks
-from .budget_solvers import solvers, solvers_table
 from .budget_ways import (
     HALF,
     HUGE,
@@ -276,6 +275,11 @@ def main(given: Sequence[str] | None = None) -> None:
     if "planning" in names:
         found["planning"] = planning()
         say(planning_text(found["planning"]))
+    if "solvers" in names:
+        from .budget_solvers import solvers, solvers_table  # which torch 2.10 has no interface for
+
+        found["solvers"] = {name: solvers(MODELS[name](), rounds) for name in SOLVED}
+        say("\n\n".join(map(solvers_table, found["solvers"].values())))
     if arguments.plot and results:
         plot(results, arguments.plot)
     if arguments.docs:
@@ -296,10 +300,6 @@ def _compiled(
         model = MODELS[name]()
         found["compiled"][name] = compiled(model, arguments.backend, rounds)
         say(compiled_table(model.name, found["compiled"][name]))
-    found["solvers"] = {}
-    for name in (name for name in SOLVED if "solvers" in names):
-        found["solvers"][name] = solvers(MODELS[name](), rounds)
-        say(solvers_table(found["solvers"][name]))
 
 
 def _parser() -> argparse.ArgumentParser:
