@@ -668,6 +668,9 @@ def without_modes_for(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
 
+# Hides what runs inside from the modes for torch functions, too, which torch's public context manager does not.
+without_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""

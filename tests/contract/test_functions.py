@@ -454,6 +454,36 @@ def test_a_chosen_function_does_not_run_in_replay_under_autocast(product):
     assert "mm" not in ran_in_replay([product], function)
 
 
+class Scaled(torch.autograd.Function):
+    """Is saved, so that its output is a placeholder in replay."""
+
+    @staticmethod
+    def forward(ctx, x):
+        handle = remat.get_handle(ctx, "scaled", remat.CheckpointPolicy.SAVE)
+        if (made := handle.maybe_load_saved()) is not None:
+            return made
+        return handle.record_outputs(x * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def grown(x):
+    return x.exp()  # of which an inner region takes a sample
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("before", [Scaled.apply, remat.checkpoint()(grown), remat.op(grown, "grown")])
+def test_what_the_runtime_looks_at_is_no_access_of_the_regions(monkeypatch, before, samples):
+    monkeypatch.setattr("torch_remat.dispatch.region.forward.takes_samples", lambda serial: samples)
+
+    def function(x, w):
+        return (before(x.sin()) @ w).sin().exp()
+
+    assert "mm" not in ran_in_replay([torch.matmul], function)
+
+
 def test_functions_inside_of_functions_in_python_are_seen():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 

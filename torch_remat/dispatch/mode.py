@@ -49,6 +49,9 @@ from torch_remat._compat import (
     push_mode,
     push_region_hooks,
     run_fsdp_in,
+    torch_function_is_on,
+    with_torch_function,
+    without_function_modes,
 )
 from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
 from torch_remat.dispatch.options import Watch
@@ -104,6 +107,8 @@ class RematMode(DispatchMode):
     Attributes:
         opening: What watches the region's ops from its start, if something does.
         watcher: What sees each aten op now, if something does; set by `show_ops_to`.
+        sees_functions: Whether a mode for torch functions sees what the region calls.
+        hides: Whether it sees nothing now, since what runs is the runtime's own.
         below: How many modes are active while an op is handled, unless code is traced inside the region.
     """
 
@@ -115,6 +120,7 @@ class RematMode(DispatchMode):
     observed: Watch | None = None
     opening: Handler | None = None
     watcher: Handler | None = None
+    sees_functions = hides = False
     below = 0
 
     @property
@@ -205,9 +211,34 @@ class RematMode(DispatchMode):
         ops = self.ops or self.ops_now()
         if ops is None or is_transformed():
             return function(*args, **kwargs)
-        if self.observed is None:
+        if self.observed is None and not self.sees_functions:
             return ops.run(is_native, name, policy, function, args, kwargs)
-        return self.observed.run_native(partial(ops.run, is_native), name, policy, function, args, kwargs)
+        run = partial(self.hidden, ops.run, is_native) if self.sees_functions else partial(ops.run, is_native)
+        if self.observed is None:
+            return run(name, policy, function, args, kwargs)
+        return self.observed.run_native(run, name, policy, function, args, kwargs)
+
+    def hidden(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Show nothing to the region's mode for torch functions but what `user_code` runs."""
+        if self.hides or not torch_function_is_on():
+            return run(*args)
+        self.hides = True
+        try:
+            with without_function_modes():
+                return run(*args)
+        finally:
+            self.hides = False
+
+    def user_code(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function of the user's."""
+        if not self.hides:
+            return function(*args, **kwargs)
+        self.hides = False
+        try:
+            with with_torch_function():
+                return function(*args, **kwargs)
+        finally:
+            self.hides = True
 
     def run_named(
         self,
@@ -247,13 +278,13 @@ class RematMode(DispatchMode):
                 self.below = count_of_modes()
                 before = push_mode(self)
                 try:
-                    return function(*args, **kwargs)
+                    return self.user_code(function, args, kwargs)
                 finally:
                     pop_mode(self, before)
             if self.lets_compiled_code_run:
                 with _Uncompiled():
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
+                    return self.user_code(function, args, kwargs)
+            return self.user_code(function, args, kwargs)
         finally:
             self.show_ops_to(previous)
 

@@ -36,7 +36,7 @@ from torch_remat.ladders import kinds, ladder
 
 WITH_COLLECTIVES = ("tp", "sp", "fsdp2_children", "cp")
 WITHOUT = ("ddp", "fsdp2", "fsdp2_after")
-# Torch 2.10 sets up neither zero-bubble schedule over gloo after other pipelines of the process, without regions either.
+# Torch 2.10 sets up neither zero-bubble schedule over gloo after others of the process, without regions either.
 PIPELINES = ("gpipe", "1f1b", *([] if OLDEST else ["zero_bubble", "zbv"]))
 
 

@@ -151,13 +151,13 @@ class Answerer:
     ) -> Any:  # fmt: skip
         """Run a native region, or a call of `op`, as far as replay needs it; see `RematMode.run_native`."""
         if self.native is not None or self.whole is not None or self.replay.over:
-            return function(*args, **kwargs)
+            return self.replay.user_code(function, args, kwargs)
         self.replay.stop_if_filled()  # forward does not expect it to come here
         call = self._next(name, policy)
         if call is None or policy is _RECOMPUTE:
             if call is not None and self.region.options.policy is None:
                 args, kwargs = self.values_of(args, kwargs, call.inputs, name)
-            return function(*args, **kwargs)
+            return self.replay.user_code(function, args, kwargs)
         if call.answers is not None:
             if self.ops is not None:
                 self.ops.pass_over(call)
@@ -260,7 +260,7 @@ class Answerer:
         self._fill_waiting(call, given)  # what it saved of its arguments before it modified them
         self.begin_body(call)
         try:
-            return function(*args, **kwargs)
+            return self.replay.user_code(function, args, kwargs)
         finally:
             self.end_body()
             if not self.replay.over and call.drawn is not None:

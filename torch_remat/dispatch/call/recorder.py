@@ -461,7 +461,7 @@ class Recorder:
         if self.number >= 0:
             self.settle()
         if self.calling is not None or (self.opened and self.is_in_skipped_body()):
-            return function(*args, **kwargs)
+            return self.mode.user_code(function, args, kwargs)
         call = Call(name, policy, identity_of(function))
         self.note_call(call)
         if self.results.unread:  # before the call modifies them, too
@@ -488,10 +488,10 @@ class Recorder:
             if type(running) is RunningNative:
                 result = self.mode.watched(running.watch, function, args, kwargs)
             elif self.mode.watcher is None:
-                result = function(*args, **kwargs)
+                result = self.mode.user_code(function, args, kwargs)
             else:
                 with self.mode.unwatched():
-                    result = function(*args, **kwargs)
+                    result = self.mode.user_code(function, args, kwargs)
             self.settle()
             if before is not None:
                 self._note_outside(call, before)
@@ -517,7 +517,7 @@ class Recorder:
     def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.recomputing += 1
         try:
-            return function(*args, **kwargs)
+            return self.mode.user_code(function, args, kwargs)
         finally:
             self.recomputing -= 1
 

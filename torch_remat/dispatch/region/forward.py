@@ -83,20 +83,39 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         return run_transformed(function, args, kwargs, options)
     for chosen in options.modules:
         chosen.enter(function, args)
+    parent = current_mode()
+    if isinstance(parent, Recording) and parent.region.inputs is not None:
+        parent.region.inputs.note_histories()
+    if parent is not None and parent.ops is not None and parent.ops.is_native():
+        return function(*args, **kwargs)  # a plain call, which the native region keeps
+    if parent is None or not parent.sees_functions:
+        return _run(function, function, args, kwargs, options)
+    run = partial(_run_user_code, parent, function)
+    return parent.hidden(_run, function, run, args, kwargs, options)  # nothing here is a call of the region around
+
+
+def _run_user_code(mode: RematMode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return mode.user_code(function, args, kwargs)
+
+
+def _run(
+    function: Callable[..., Any],
+    run: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+) -> Any:
+    """Do so; ``run`` is what runs the function."""
     parent, budget = current_mode(), keeping.get()
     is_part = False
     observed = None
-    if isinstance(parent, Recording) and parent.region.inputs is not None:
-        parent.region.inputs.note_histories()
     if parent is not None and parent.ops is not None:
-        if parent.ops.is_native():
-            return function(*args, **kwargs)  # a plain call, which the native region keeps
         is_part = parent.ops.skips()
         if not is_part:
             args, kwargs = parent.ops.enter_region(args, kwargs)
     begun = begin(options, budget, function, args, kwargs)
     if begun is not None and begun.run is not None:
-        return begun.run(function, args, kwargs)
+        return begun.run(run, args, kwargs)
     region = Region(function, args, kwargs, options, Filling)
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.keeper(region, begun)
@@ -110,7 +129,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
             mode.observed = observed = watch(mode)
             contexts = (observed, *contexts)
         seen = mode.functions or mode.survey
-        run = function if seen is None else partial(seen.around, function)
+        run = run if seen is None else partial(seen.around, run)
         output = mode.run(run, args, kwargs, (mode.pack_hook(), read), contexts)
         nodes = mode.boundary(output)
         if isinstance(parent, Recording) and parent.survey is not None:
@@ -238,7 +257,7 @@ class Recording(RematMode):
             self.ops.watch_all(region.options.policy)
             self.lets_compiled_code_run = CompiledCode.is_noticed
         if (chosen := region.chosen) is not None and chosen.decisions:
-            self.functions = noting(self, self.ops_now, chosen)
+            self.functions, self.sees_functions = noting(self, self.ops_now, chosen), True
         return contexts
 
     def go_by_price(self, begun: Begun) -> None:
@@ -248,7 +267,8 @@ class Recording(RematMode):
         if begun.rung is not None and begun.kind.keeps_calls:
             region.chosen = with_rung(region.chosen, begun.rung)
         elif begun.is_new:
-            self.survey = survey = Survey(self, begun.kind, begun.shapes)
+            survey = Survey(self, begun.kind, begun.shapes)
+            self.survey, self.sees_functions = survey, True
             self.opening, self.lets_compiled_code_run = survey.see, CompiledCode.is_noticed
             region.surveyed, region.chosen = True, None
 

@@ -142,6 +142,7 @@ class Filling(Replaying):
                 if (chosen := region.chosen) is not None and chosen.decisions:
                     # Also where nothing is kept: what the compiler does depends on modes.
                     seen = Functions(chosen) if self.ops is None else Giving(self, self.ops, chosen)
+                    self.sees_functions = True
                     function = partial(seen.around, function)
                 self.run(function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
