@@ -220,7 +220,7 @@ MUTANTS = (
         "if not call.is_handle}",
     ),
     Mutant(
-        "resident is a copy", "bytes", "dispatch/call/recorder.py",
+        "resident is a copy", "bytes", "dispatch/call/log.py",
         "        holder.value = self.mode.alias_of(tensor)\n",
         "        holder.value = self.mode.alias_of(tensor).clone()\n",
     ),
@@ -424,7 +424,7 @@ MUTANTS = (
         "has_moved = False",
     ),
     Mutant(
-        "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
+        "buffer not left as a skipped call left it", "outside", "dispatch/call/loading.py",
         "for tensor in self.region.outside.leave(call.name):",
         "for tensor in ():",
     ),
@@ -490,7 +490,7 @@ MUTANTS = (
         "        if False:",
     ),
     Mutant(
-        "write of a saved handle let through", "calls", "dispatch/call/recorder.py",
+        "write of a saved handle let through", "calls", "dispatch/call/log.py",
         "            if version_of(tensor) == version:\n                continue",
         "            continue",
     ),
@@ -505,7 +505,7 @@ MUTANTS = (
         "if False:",
     ),
     Mutant(
-        "handle without its end let through", "calls", "dispatch/call/recorder.py",
+        "handle without its end let through", "calls", "dispatch/call/log.py",
         "            if ctx is not None:\n                raise UsageError(",
         "            if False:\n                raise UsageError(",
     ),
@@ -620,7 +620,7 @@ MUTANTS = (
         "        if False:\n",
     ),
     Mutant(
-        "call that raised is skipped", "errors", "dispatch/call/call.py",
+        "call that raised is skipped", "errors", "dispatch/call/log.py",
         "        self.call.is_saved, self.call.always = False, True\n",
         "        pass\n",
     ),

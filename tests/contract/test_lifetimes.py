@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
 
 import torch_remat as remat
@@ -29,6 +30,7 @@ from tests.helpers import (
     watch,
 )
 from tests.ways import BY_HANDLE, WAYS
+from torch_remat.dispatch.region.region import live_regions
 
 pytestmark = pytest.mark.usefixtures("_without_collector")
 
@@ -263,6 +265,26 @@ def test_saved_tensor_that_takes_over_the_graph_of_its_reader_leaves_no_cycle(us
     del y
     torch.ones((), requires_grad=True).backward()  # else the engine holds on after an error
     assert alive(inner) == 0
+
+
+def test_mode_that_raises_in_each_op_leaves_nothing_behind():
+    class Raising(TorchDispatchMode):
+        def __init__(self, after):
+            super().__init__()
+            self.left = after
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyError(op)  # also in what the runtime does to let go of the region
+            return op(*args, **(kwargs or {}))
+
+    for after in range(5):
+        x = torch.ones(3, requires_grad=True)
+        before = len(live_regions())
+        with Raising(after), contextlib.suppress(KeyError):
+            remat.checkpoint()(lambda x: x.exp().sin().exp())(x)
+        assert len(live_regions()) == before
 
 
 def test_unneeded_values_of_replay_die_at_once():

@@ -19,38 +19,32 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from operator import is_
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_remat._compat import Handler
-from torch_remat.dispatch.call.call import cannot_be_skipped, variables_of
+from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
-from torch_remat.dispatch.call.entry import Call, Waiting
+from torch_remat.dispatch.call.entry import Call
+from torch_remat.dispatch.call.given import variables_of
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
+from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.native import replay_native
-from torch_remat.dispatch.call.result import another_call, identity_of, is_flat, kept_or_stand_in, result_of
-from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
+from torch_remat.dispatch.call.result import another_call, identity_of, is_flat
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched
 from torch_remat.dispatch.check.unread import Unreadable
-from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
-from torch_remat.dispatch.ops.answer import OpAnswerer
 from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
-from torch_remat.dispatch.ops.matching import Suppressed
 from torch_remat.dispatch.placeholder import (
     Placeholder,
     Refusal,
     Source,
     is_of_placeholders,
-    refuse,
 )
-from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
-from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import (
     MutationError,
     RematError,
@@ -65,53 +59,24 @@ _RECOMPUTE = CheckpointPolicy.RECOMPUTE
 _new = object.__new__  # as in the recorder
 
 
-class Answerer:
-    """The log of one region in one replay, a `Filling`.
+class Answerer(Loading):
+    """The log of one region in one replay, a `Filling`, and what runs its calls.
 
     Attributes:
-        ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
-        native_ops: What does so for native regions, one after the other.
         begun: How many calls have begun.
         entered: How many inner regions have, after the first call.
-        native: The native region whose ops are answered now.
-        whole: The call that runs whole now.
     """
 
     def __init__(self, replay: Replaying, region: OpenRegion) -> None:
-        self.region = region
-        self.region_name = region.name
-        self.replay = replay
-        self._calls = list(region.tape.records.values())
-        self._entries = region.tape.calls
-        self._slots: dict[int, Tensor] = {}
-        if region.hooks is not None:
-            self._slots = loaded_slots(region.name, self._entries)
-            for slots in (*(call.inputs for call in self._calls), *region.tape.entered):
-                self._slots.update({id(slot): slot.load(region.name, *slot.sources[-1]) for slot in slots.values()})
+        super().__init__(replay, region)
         self._started_over_for: Exception | None = None
         self._refusal: Refusal | None = None
         self._over = False
-        self.begin_again()
 
     def begin_again(self) -> None:
         """Begin at the start of the log again."""
+        super().begin_again()
         self.begun = self.entered = 0
-        self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
-        self.suppressed = Suppressed()
-        self.ops: OpAnswerer | None = None
-        self._log: OpAnswerer | None = None  # the same, but for what a native region has in its place
-        self.native_ops: OpAnswerer | None = None
-        self.native: Call | None = None
-        self.whole: Call | None = None
-        self._watcher: Handler | None = None
-        if self.region.options.policy is not None and self._entries:
-            self.ops = self._log = OpAnswerer(self.replay, self.suppressed, self.load)
-            self.ops.expect(self._entries)
-
-    @cached_property
-    def changes_results(self) -> bool:
-        """Whether the log has in-place modifications; results then need a `grad_fn`: autograd allows none of a leaf."""
-        return any(entry.writes or entry.effects.reshapes for entry in self._entries)
 
     # Calls.
 
@@ -183,17 +148,8 @@ class Answerer:
         self.come_to(call, given)
         self.leave(call)
         if call.kind == ONE:
-            return kept_or_stand_in(self, call, 0)
-        return result_of(self, call, given)
-
-    def leave(self, call: Call) -> None:
-        """Leave generators, and what outlives the region, as a skipped call left them."""
-        if call.drawn is not None:
-            call.drawn.restore()
-        if call.touched and self.region.outside is not None:
-            for tensor in self.region.outside.leave(call.name):
-                if tensor is not None:
-                    self.note_loaded(tensor)
+            return self.kept_or_stand_in(call, 0)
+        return self.result_of(call, given)
 
     def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether replay runs a call whole that it has to."""
@@ -231,25 +187,6 @@ class Answerer:
             values.append(found[at].tensor if at < len(found) and found[at].key == key else None)
         return values
 
-    def come_to(self, call: Call, given: Sequence[Any]) -> None:
-        """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables."""
-        if self.ops is not None and self.native is None and self.whole is None:
-            self.ops.pass_over(call)
-        replay = self.replay
-        if replay.over:
-            return
-        if replay.position != call.start:
-            what = f"replay saved {replay.position} tensors before this call, but forward {call.start}"
-            replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
-        replay.position = call.end
-        if call.waiting:
-            self._fill_waiting(call, given)
-            replay.stop_if_filled()
-
-    def _fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
-        for waiting in call.waiting:
-            self._fill(waiting, given[waiting.place] if waiting.place < len(given) else None)
-
     def _run_whole(
         self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
     ) -> Any:
@@ -266,104 +203,7 @@ class Answerer:
             if not self.replay.over and call.drawn is not None:
                 call.drawn.restore()
 
-    def begin_body(self, call: Call) -> None:
-        """Show no op to the watcher: the body of a call runs, in which the log has no names."""
-        self.whole = call
-        self._watcher = self.replay.watcher
-        if self._watcher is not None:
-            self.replay.show_ops_to(None)
-
-    def end_body(self) -> None:
-        """Show the ops again."""
-        if self._watcher is not None and not self.replay.over:
-            self.replay.show_ops_to(self._watcher)
-        self.whole = self._watcher = None
-
-    def load(self, slot: Slot, op: str, name: str) -> Tensor:
-        """Return what a slot keeps; the enclosing hooks may have returned it already."""
-        loaded = self._slots.get(id(slot))
-        if loaded is None:
-            return slot.load(self.region_name, op, name)
-        return loaded.detach().requires_grad_(loaded.requires_grad)
-
-    def _fill(self, waiting: Waiting, source: Any) -> None:
-        known, _, view, _, origin = waiting
-        holder = known()
-        if holder is None or holder.value is not None:
-            return
-        loaded = type(source) is Placeholder
-        if loaded:
-            source = self.value_of(source, f"op {holder.op!r}")
-        if type(source) is Tensor and view is None:
-            value: Tensor | None = source.detach()
-        else:
-            value = waiting.value(source) if isinstance(source, Tensor) else None
-        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
-            self.replay.fail(other_source(self.region, holder, source))
-        if not loaded:
-            owner = source if source._base is None else source._base
-            if origin is not None:
-                holder.producer, holder.origin = origin
-            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
-                self.replay.explain(holder, value, owner, parameter_behind(owner))
-        self.replay.fill(holder, value)
-
-    def value_of(self, leaf: Any, consumer: str) -> Any:
-        """Return an argument, or what saved writes have left where a placeholder of this region stands.
-
-        Raises:
-            PlaceholderError: They left nothing there.
-        """
-        if not isinstance(leaf, Placeholder) or not leaf.source.is_of(self.region):
-            return leaf
-        if self.ops is not None:
-            value = fresh_alias(self.ops.value_of(leaf, consumer), leaf.requires_grad, True)
-            self.note_loaded(value)
-            return value
-        return refuse(leaf.source, consumer)
-
-    def inputs_of(self, call: Call, inputs: Sequence[Any]) -> list[Any]:
-        """Return what a handle gets whose body replay runs, with what was kept in place of placeholders."""
-        if call.is_skipped and call.results is None:
-            return list(inputs)  # its body has raised, and does so again
-        return self._with_slots(inputs, call.inputs, call.name)
-
-    def _with_slots(self, leaves: Sequence[Any], slots: Mapping[int, Slot], consumer: str) -> list[Any]:
-        values = []
-        for at, leaf in enumerate(leaves):
-            made = isinstance(leaf, Placeholder) and leaf.source.is_of(self.region) and leaf.source[1:3]
-            if made and at in slots and made in slots[at].sources:  # else forward had something else here
-                value = self.load(slots[at], *made)
-                self.note_loaded(value)
-            else:
-                value = self.value_of(leaf, consumer)
-            values.append(value)
-        return values
-
-    def values_of(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[int, Slot], consumer: str
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return arguments with what was kept in place of placeholders."""
-        leaves = leaves_of(args, kwargs)
-        values = self._with_slots(leaves, slots, consumer)
-        return (args, kwargs) if all(map(is_, leaves, values)) else with_leaves(args, kwargs, values)
-
-    def fail_returned(self, call: Call) -> NoReturn:
-        """End the replay, since an op returned whose body has raised in forward."""
-        what = "this op raised an exception in forward but returned in replay"
-        raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
-
     # What is asked while replay runs.
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
-        self._loaded[id(tensor)] = tensor
-        if type(tensor) is not Tensor and (base := tensor._base) is not None:  # of a subclass, which is a view then
-            self._loaded[id(base)] = base
-
-    def has_loaded(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was kept, so that it has no `grad_fn` in replay."""
-        return id(tensor) in self._loaded
 
     def skips(self) -> bool:
         """Whether a native region runs whose ops are answered, or a call that runs whole."""
@@ -552,17 +392,3 @@ def _read_too_early(region: str, entry: Entry, tensor: Tensor) -> MutationError:
         remedy="Read the tensor and modify it in one call (remat.native_save_region, or a saved op), read a clone made "
         "before the region is called, or let the policy save what reads it.",
     )
-
-
-def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tensor]:
-    """Return what all slots of a region's entries keep, by the id of the slot; ``region`` is the region's name.
-
-    Hooks around the region may run a replay of their own, which cannot be done below autograd.
-    """
-    loaded: dict[int, torch.Tensor] = {}
-    for entry in entries:
-        if isinstance(entry, Call) and entry.answers:
-            loaded |= loaded_slots(region, entry.answers)
-        for place, slot in entry.kept.items():
-            loaded[id(slot)] = slot.load(region, entry.group, entry.label(place))
-    return loaded

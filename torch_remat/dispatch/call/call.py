@@ -17,17 +17,14 @@ Tensors outside the region are modified once.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from types import BuiltinFunctionType, MappingProxyType
-from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from typing import Any
 
 import torch
-from torch.autograd.graph import Node
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from torch_remat._compat import (
@@ -39,8 +36,9 @@ from torch_remat._compat import (
     sequence_number,
     storage_key,
 )
-from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.entry import Call
+from torch_remat.dispatch.call.given import Given
+from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import (
     USUAL,
     Again,
@@ -54,62 +52,14 @@ from torch_remat.dispatch.call.result import (
     state_of,
 )
 from torch_remat.dispatch.holder import (
-    Anchor,
-    Holder,
-    OpHolder,
     RegionLike,
 )
 from torch_remat.dispatch.keys import key_of, keys_of, layout_of, tensors_in, version_of
-from torch_remat.dispatch.ops.entry import Entry
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, described
-from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.dispatch.reach import Place, node_of, reach
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
-from torch_remat.offload.sender import Departures
-from torch_remat.policies.decision import CheckpointPolicy
-
-
-class Log(Protocol):
-    """What a call that runs asks of its region's log; the `Recorder`."""
-
-    region: OpenRegion
-    departures: Departures
-    draws: Draws | None
-    entries: list[Entry]
-    opened: list[tuple[ref[Any], Call]]
-    storages: Storages
-
-    def is_in_skipped_body(self) -> bool:
-        """Whether the body of a saved handle runs."""
-
-    def made_by_handle(self, tensor: torch.Tensor) -> tuple[Call, int] | None:
-        """Return the handle that made a tensor, and as which of its outputs."""
-
-    def name_of(self, tensor: torch.Tensor, automatic: str) -> str:
-        """Return the name of a tensor that the call saves, given its automatic one."""
-
-    def resident(self, op: str, name: str, tensor: torch.Tensor, policy: CheckpointPolicy) -> OpHolder:
-        """Return the holder for a tensor that replay saves again, as a placeholder."""
-
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return what autograd keeps of a tensor that is saved outside of calls."""
-
-    def note_result(self, call: Call, result: torch.Tensor, key: int) -> None:
-        """Note a call with its one result, an ordinary tensor in a storage of its own."""
-
-    def note_results(self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Note a call with its results."""
-
-    def note_readers(self, tensors: Iterable[Any]) -> None:
-        """Note that replay reads tensors here."""
-
-    def note_writes(self, running: Running) -> None:
-        """Note what a call modified that was there before it."""
-
 
 _PARAMETERS = frozenset((torch.Tensor, Parameter))
 _VALUES = frozenset((int, float, bool, type(None)))
@@ -174,175 +124,6 @@ def may_draw(name: str) -> bool:
 
 # Ops that consist of others have no tag, but parameters by which they draw.
 _OF_RANDOM = {"p", "train", "training", "dropout", "dropout_p", "generator"}
-
-
-class Given:
-    """The arguments of a call, then the variables that its function reaches, which are looked for when asked for.
-
-    Args:
-        function: The function; None if it has no variables.
-        leaves: The leaves of the arguments.
-        keys: The storages of all of them, if these are known.
-    """
-
-    used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
-    before: Sequence[tuple[torch.Tensor, int]] = ()  # those that the call may modify, with their versions
-    _places: Sequence[Place] | None = None
-    _by_key: dict[int, int] | None = None
-    _has_keys_of_variables = False
-
-    def __init__(self, function: Any, leaves: Sequence[Any], keys: Sequence[int] | None = None) -> None:
-        self.leaves = leaves
-        self._function = function
-        self._all_keys = keys
-
-    def place_at(self, key: int) -> int | None:
-        """Return which of them has a storage; None if none has. The variables are looked for if no argument has it."""
-        if self._all_keys is not None and key not in self._all_keys:
-            return None
-        if self._by_key is None:
-            self._by_key = {}
-            for place, leaf in enumerate(self.leaves):
-                for part in keys_of(leaf) if isinstance(leaf, torch.Tensor) else ():
-                    self._by_key.setdefault(part, place)
-        if key not in self._by_key and not self._has_keys_of_variables:
-            self._has_keys_of_variables = True
-            self.variables()
-            for place, variable in enumerate(self._places or (), len(self.leaves)):
-                if variable.tensor is not None and variable.tensor.layout is torch.strided:
-                    self._by_key.setdefault(key_of(variable.tensor), place)
-        return self._by_key.get(key)
-
-    def variables(self) -> Sequence[torch.Tensor]:
-        """Return the tensors that the function reaches besides."""
-        if self._places is None:
-            self._places = [] if self._function is None else variables_of(self._function, self.leaves)
-        return [place.tensor for place in self._places if place.tensor is not None]
-
-    def keys(self) -> Sequence[int]:
-        """Return the storages of all of them."""
-        self.place_at(-1)
-        return () if self._by_key is None else list(self._by_key)
-
-    def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
-        """Return which of them a tensor is, or else shares the storage of, and that one; None if it is new."""
-        for place, leaf in enumerate(self.leaves):
-            if leaf is tensor:
-                return place, leaf
-        found = self.place_at(key)
-        return None if found is None else (found, self.at(found))
-
-    def at(self, place: int) -> Any:
-        """Return one of them."""
-        at = place - len(self.leaves)
-        return self.leaves[place] if at < 0 or self._places is None else self._places[at].tensor
-
-    def use(self, place: int) -> None:
-        """Note that replay reads one of them."""
-        at = place - len(self.leaves)
-        if at >= 0 and self._places is not None:
-            self.used = {**self.used, place: (at, self._places[at].key)}
-
-    def has_changed(self, tensor: torch.Tensor) -> bool:
-        """Whether the call has modified one of them so far."""
-        return any(one is tensor and version_of(one) != version for one, version in self.before)
-
-    def is_of_module(self, place: int) -> bool:
-        """Whether it is a buffer or an attribute of a module, which no region makes."""
-        at = place - len(self.leaves)
-        if at < 0 or self._places is None:
-            return False
-        holder = self._places[at].holder
-        return self._places[at].module is not None or (type(holder) is dict and "_parameters" in holder)
-
-
-_NOTHING = Given(None, ())
-
-
-def variables_of(function: Any, leaves: Sequence[Any]) -> list[Place]:
-    """Return where the tensors are that a call reaches besides its arguments, in the same order in both phases."""
-    owner = getattr(function, "__self__", None)
-    if type(function) is BuiltinFunctionType or isinstance(owner, type):  # or the ``apply`` of a custom Function
-        return [Place(None, "self", owner, None)] if isinstance(owner, torch.Tensor) else []
-    return reach(function, [leaf for leaf in leaves if isinstance(leaf, Module)]).tensors
-
-
-class Written(NamedTuple):
-    """A tensor that a call modified and had not made.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version before.
-        is_own: Whether an autograd node of the region had made it.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    is_own: bool
-
-
-class Running(ABC):
-    """A saved call while forward runs, whatever runs.
-
-    Attributes:
-        call: What the log keeps of it.
-        given: Its arguments and variables.
-        first: The number of the first autograd node that it may make.
-        last: That of the first one after it.
-        outputs: The nodes of its result, with which of the node's outputs each is.
-        written: The tensors that were there before the call and that it modified, by storage.
-    """
-
-    # What most calls have none of is not set for each.
-    last = -1
-    outputs: set[tuple[Node, int]] | None = None
-    written: Mapping[int, Written] = _NONE
-
-    def __init__(self, ops: Log, call: Call, given: Given) -> None:
-        self.ops = ops
-        self.call = call
-        self.given = given
-        self.first = sequence_number()
-
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return what autograd keeps of a tensor; None if replay recomputes it, or has it."""
-        return self.ops.pack(tensor)
-
-    @abstractmethod
-    def returns(self, result: Any) -> None:
-        """Note what the call returns."""
-
-    def has_made(self, key: int) -> bool:
-        """Whether it has made a storage, as far as somebody watches."""
-        return False
-
-    def note_written(self, tensor: torch.Tensor, version: int) -> None:
-        """Note a tensor that the call modifies, with its version before, unless it has made it."""
-        node = node_of(tensor)
-        is_own = node is not None and node_number(node) >= self.ops.region.first_number
-        for key in keys_of(tensor):
-            if not self.has_made(key) and key not in self.written:
-                self.written = {**self.written, key: Written(tensor, version, is_own)}
-
-    def watch_end(self, draws: bool) -> None:
-        """Note at the end of the call what leaves the device, and the random generators."""
-        ops = self.ops
-        if ops.departures.waiting:
-            ops.departures.send()
-        if draws and ops.draws is not None:
-            self.call.drawn = ops.draws.end()
-        self.last = sequence_number()
-
-    def let_go(self) -> None:
-        """Let go of arguments and variables, once the call is over: the region may be done with them."""
-        self.given = _NOTHING
-        self.written = _NONE
-
-    def left_by(self, error: BaseException) -> None:
-        """Note that an exception left the call, which replay runs again."""
-        self.call.is_saved, self.call.always = False, True
-        self.watch_end(True)
-        self.ops.entries.append(self.call)
 
 
 class RunningCall(Running):

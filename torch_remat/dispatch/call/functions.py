@@ -47,7 +47,7 @@ from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.call import may_draw
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.call.result import flatten, identity_of, kept_or_stand_in
+from torch_remat.dispatch.call.result import flatten, identity_of
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of
 from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
@@ -422,8 +422,8 @@ class Giving(Functions):
         if call.drawn is not None:
             call.drawn.restore()
         if not call.template:
-            return kept_or_stand_in(ops, call, 0)
-        made = [kept_or_stand_in(ops, call, place) for place in range(len(call.gradients))]
+            return ops.kept_or_stand_in(call, 0)
+        made = [ops.kept_or_stand_in(call, place) for place in range(len(call.gradients))]
         return optree.tree_unflatten(call.template[0], made)
 
 

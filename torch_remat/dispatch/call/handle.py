@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
-from weakref import ref
+from typing import Any, NoReturn
 
 from torch import Tensor, strided
 
 from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.result import Loading, kept_or_stand_in
-from torch_remat.dispatch.holder import RegionLike
+from torch_remat.dispatch.call.loading import Loading
+from torch_remat.dispatch.call.log import Log
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.ops.meta import Meta, Raised, described, stand_in
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
@@ -171,60 +170,6 @@ class RematHandle:
         return UsageError(what, region=region, op=self._name, tensor=tensor, remedy=_FORM)
 
 
-class Log(Protocol):
-    """What a handle in forward asks of its region's log; the `Recorder`."""
-
-    opened: list[tuple[ref[Any], Call]]
-
-    @property
-    def region(self) -> RegionLike:
-        """The region."""
-
-    def note_inputs(self, call: Call, inputs: Sequence[Any]) -> None:
-        """Note what a handle reads that replay runs."""
-
-    def know_parameters(self, args: Sequence[Any]) -> None:
-        """Let the parameters among the inputs stay."""
-
-    def check_inputs(self, call: Call, inputs: Sequence[tuple[Tensor, int]]) -> None:
-        """Refuse a saved handle that has modified an input which the region made."""
-
-    def end_handle(self, op: SavedOp, outs: tuple[Tensor, ...]) -> None:
-        """Note a saved handle whose body has ended."""
-
-    def expect(self, call: Call, named: Sequence[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
-        """Let a handle save what comes before any other node."""
-
-
-class Replay(Loading, Protocol):
-    """What a handle in replay asks of the log; the `Answerer`."""
-
-    region_name: str
-    whole: Call | None
-
-    @property
-    def ops(self) -> object:
-        """What answers aten ops, if something does."""
-
-    def inputs_of(self, call: Call, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return inputs, with what was kept in place of placeholders."""
-
-    def come_to(self, call: Call, given: Sequence[Any]) -> None:
-        """Pass over what a saved call has saved, and fill the holders that wait for its inputs."""
-
-    def leave(self, call: Call) -> None:
-        """Leave generators, and what outlives the region, as a skipped call left them."""
-
-    def begin_body(self, call: Call) -> None:
-        """Let the ops of a body run."""
-
-    def end_body(self) -> None:
-        """End that."""
-
-    def fail_returned(self, call: Call) -> NoReturn:
-        """End the replay, since a body returned that has raised in forward."""
-
-
 class ForwardOp(RematHandle):
     """An op with policy RECOMPUTE in forward, and what all ops in forward have in common.
 
@@ -336,7 +281,8 @@ class SavedOp(ForwardOp):
             (call.results,) = self._described((out,))
         if plain := ctx.non_differentiable:
             call.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
-        ops.end_handle(self, outs)
+        ops.end_handle(call, outs, self.entered, self.before)
+        self.before = ()
         if self._named:
             ops.expect(call, tuple(self._named.items()), self.args)
             self._named, self.args = {}, ()
@@ -372,7 +318,7 @@ class ReplayOp(RematHandle):
         call: What the log keeps of it.
     """
 
-    ops: Replay
+    ops: Loading
     call: Call
 
     def save_or_load_inputs(self, *args: Any) -> Any:
@@ -430,7 +376,7 @@ class SkippedOp(ReplayOp):
         for place, meta in enumerate(metas if type(metas) is list else (metas,)):
             label = call.label(place) if call.template else "out"
             source = new_tuple(Source, (ops.region_name, call.name, label, id(ops.region)))
-            made.append(kept_or_stand_in(ops, call, place) if place in call.kept else stand_in(meta, source))
+            made.append(ops.kept_or_stand_in(call, place) if place in call.kept else stand_in(meta, source))
         if call.plain:
             ctx.mark_non_differentiable(*[made[place] for place in call.plain])
         # The graph of the replay has nothing that this op's backward could work on.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
@@ -28,15 +28,16 @@ from torch_remat._compat import (
     storage_key,
     without_dispatch_modes,
 )
-from torch_remat.dispatch.call.call import Given, Log, Running, refuse_gradient
+from torch_remat.dispatch.call.call import refuse_gradient
 from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.result import Loading, flatten, is_flat, kept_or_stand_in
+from torch_remat.dispatch.call.given import Given
+from torch_remat.dispatch.call.loading import Loading
+from torch_remat.dispatch.call.log import Log, Running
+from torch_remat.dispatch.call.result import flatten, is_flat
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
-from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.ops.answer import OpAnswerer
 from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
-from torch_remat.dispatch.ops.matching import Suppressed
 from torch_remat.dispatch.ops.meta import Meta, Raised, described, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.record import note_odd, note_raised
 from torch_remat.dispatch.ops.schema import LIFT
@@ -256,21 +257,8 @@ class RunningNative(Running):
         self._read.clear()
 
 
-class Replay(Loading, Protocol):
-    """What the replay of a native region asks of the log; the `Answerer`."""
-
-    replay: Replaying
-    suppressed: Suppressed
-    ops: OpAnswerer | None
-    native_ops: OpAnswerer | None
-    native: Call | None
-
-    def leave(self, call: Call) -> None:
-        """Leave generators, and what outlives the region, as a skipped call left them."""
-
-
 def replay_native(
-    answerer: Replay, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    answerer: Loading, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
     replay = answerer.replay
@@ -295,21 +283,21 @@ def replay_native(
     _end(answerer, call, ops)
     if type(result) is Placeholder:
         if call.kept:
-            return kept_or_stand_in(answerer, call, 0)
+            return answerer.kept_or_stand_in(call, 0)
         result.source = result.source._replace(output=call.label(0))
         return result
     leaves, form = flatten(result)
     sources: dict[int, Source] = {}  # views of one tensor share one
     for place, leaf in enumerate(leaves):
         if place in call.kept and isinstance(leaf, Tensor):
-            leaves[place] = kept_or_stand_in(answerer, call, place)
+            leaves[place] = answerer.kept_or_stand_in(call, place)
         elif type(leaf) is Placeholder and leaf.source.op == call.name:
             source = leaf.source
             leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
     return optree.tree_unflatten(form, leaves) if call.kept else result
 
 
-def _end(answerer: Replay, call: Call, ops: OpAnswerer) -> None:
+def _end(answerer: Loading, call: Call, ops: OpAnswerer) -> None:
     if (error := ops.missing()) is not None:
         answerer.replay.fail(error)
     if answerer.suppressed.pending:

@@ -17,22 +17,18 @@ from enum import Enum
 from functools import partial
 from operator import length_hint
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import adopt_pytree_node, is_refused, node_number, same_memory
+from torch_remat._compat import adopt_pytree_node, is_refused, node_number
 from torch_remat.dispatch.call.entry import Call, Waiting
 from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.holder import CAST, RegionLike
-from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, stand_in
-from torch_remat.dispatch.placeholder import Placeholder, Source
-from torch_remat.dispatch.region.inputs import fresh_alias
-from torch_remat.dispatch.region.region import OpenRegion
-from torch_remat.dispatch.slot import Slot
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.errors import MismatchError
 from torch_remat.offload.transfer import Placement
 
@@ -70,22 +66,6 @@ class Again(NamedTuple):
     """
 
     at: int
-
-
-class Loading(Protocol):
-    """What the result of a call asks of the log in replay; the `Answerer`."""
-
-    region: OpenRegion
-
-    @property
-    def changes_results(self) -> bool:
-        """Whether the log has in-place modifications, for which results need a `grad_fn`."""
-
-    def load(self, slot: Slot, op: str, name: str) -> torch.Tensor:
-        """Return what a slot keeps."""
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
 
 
 def is_flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -137,60 +117,6 @@ def refused(leaves: Sequence[Any]) -> str:
 def lying_in(view: torch.Tensor, source: torch.Tensor) -> Waiting:
     """Describe the placement of a tensor in the storage of another; no holder waits for it."""
     return Waiting(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
-
-
-def kept_or_stand_in(replay: Loading, call: Call, place: int) -> Any:
-    """Return what replay has of a tensor that a call made: what was kept of it, else a placeholder."""
-    requires_grad = bool(call.gradients) and call.gradients[place]  # of a handle autograd decides
-    slot = call.kept.get(place)
-    has_history = requires_grad and (replay.changes_results or replay.region.inputs.keeps_histories)
-    if slot is not None:
-        tensor = slot.unchanged()
-        if tensor is None:
-            tensor = replay.load(slot, call.name, call.label(place))
-        tensor = fresh_alias(tensor.data, True, True) if has_history else tensor.requires_grad_(requires_grad)
-        replay.note_loaded(tensor)
-        return tensor
-    made = stand_in(call.meta(place), Source(replay.region.name, call.name, call.label(place), id(replay.region)))
-    if has_history:
-        return fresh_alias(made, True, True)
-    return made.requires_grad_() if requires_grad else made
-
-
-def result_of(replay: Loading, call: Call, given: Sequence[Any]) -> Any:
-    """Return what a skipped call returned in forward; ``given`` are its arguments and variables in replay."""
-    if not call.template:
-        return _leaf_of(replay, call, 0, call.results, given, [])
-    leaves: list[Any] = []
-    for place, form in enumerate(call.results):
-        leaves.append(_leaf_of(replay, call, place, form, given, leaves))
-    return optree.tree_unflatten(call.template[0], leaves)
-
-
-def _leaf_of(replay: Loading, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
-    kind = type(form)
-    if kind is Meta or kind is WrapperMeta:
-        return kept_or_stand_in(replay, call, place)
-    if kind is Again:
-        return before[form.at]
-    if kind is Slot:  # of a layout for which no placeholder stands in
-        value = replay.load(form, call.name, call.label(place))
-        replay.note_loaded(value if value._base is None else value._base)
-        return value
-    return _passed(replay, call, form, given[form.place]) if kind is Passed else form
-
-
-def _passed(replay: Loading, call: Call, form: Passed, source: Any) -> Any:
-    """Return an argument or a variable, or a view of one."""
-    if form.view is None:
-        return source
-    value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
-    if value is None:
-        raise mismatched(replay.region, "the base of a returned view has another layout in replay", SAME, op=call.name)
-    if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
-        value = same_memory(value) if form.has_history else value.detach()
-        replay.note_loaded(value)
-    return value
 
 
 def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:

@@ -499,11 +499,12 @@ class Recording(RematMode):
 
     def forget(self) -> None:
         """Let go of what only forward needs; the graph may hold on to this mode, through its pack hook."""
-        if not self.region.finished:  # an exception has left it
-            for known in self.region.tape.saved:
-                holder = known() if type(known) is ref else None
-                if holder is not None and holder.value is not None:
-                    holder.value = self.alias_of(holder.value)
+        if not self.region.finished:  # an exception has left it, maybe one of a mode that raises again
+            with without_dispatch_modes():
+                for known in self.region.tape.saved:
+                    holder = known() if type(known) is ref else None
+                    if holder is not None and holder.value is not None:
+                        holder.value = holder.value.detach()
         self._casts.clear()
         self.region.inputs.end_forward()
         if self.ops is not None:
