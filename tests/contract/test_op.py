@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.helpers import (
+    CountOps,
     LiveStorages,
     assert_same,
     assert_same_program,
@@ -789,3 +790,17 @@ def test_result_is_there_where_replay_goes_on_to_the_end_for_an_argument_alone(e
     expected = torch.autograd.grad(block(x).sum(), x)
     region = checkpointed(lambda x: block(x, remat.op), early_stop=early_stop)
     assert_same(expected, torch.autograd.grad(region(x).sum(), x))
+
+
+def test_replay_ends_with_the_call_whose_argument_waits_though_a_parameter_follows():
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def function(x):
+        made = remat.op(torch.mm, "kept")(x * 2, weight)
+        return remat.op(torch.mm, "runs", policy=remat.CheckpointPolicy.RECOMPUTE)(made, weight)
+
+    y = remat.checkpoint()(function)(leaf(4, 4))
+    with warnings.catch_warnings(), CountOps() as ran:
+        warnings.simplefilter("error")  # of a replay that starts over
+        y.sum().backward()
+    assert ran.counts["mm"] == 4  # two for each product's backward

@@ -189,13 +189,13 @@ class Tape:
         return -1
 
     def with_parameters(self, place: int) -> int:
-        """Return a place, or that of the last of the parameters that directly follow it, before the next call."""
+        """Return a place, or that of the last of the parameters that follow it, before the next call or its own's end."""
         saved = self.saved
-        starts: set[int] | None = None
+        edges: set[int] | None = None
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
-            if starts is None:
-                starts = {call.start for call in self.ranges()}
-            if place + 1 in starts:
+            if edges is None:
+                edges = {edge for call in self.ranges() for edge in (call.start, call.end)}
+            if place + 1 in edges:
                 break
             place += 1
         return place
