@@ -90,6 +90,11 @@ class Slot:
         return slot
 
     @property
+    def is_changed(self) -> bool:
+        """Whether a kept alias was modified in place since."""
+        return bool(self.kept._version != self._version)
+
+    @property
     def device(self) -> torch.device:
         """Where the tensor was when it was kept."""
         device: torch.device = self._device or self.kept.device

@@ -24,7 +24,7 @@ from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.entry import Entry
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
 from torch_remat.dispatch.region.region import Tape
-from torch_remat.dispatch.slot import Slot, slot_for
+from torch_remat.dispatch.slot import slot_for
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -87,16 +87,14 @@ def _give_up_changed(log: Recorder) -> None:
     """Let replay run the calls of functions whose results were modified, or what they have saved, or may have been."""
     for call in log.region.tape.functions.values():
         is_changed = False
-        for _, alias, version in call.held:
-            is_changed = is_changed or alias._version != version
+        for slot in call.kept.values():
+            is_changed = is_changed or slot.is_changed
         if log.pointed and not is_changed:
             saved = map(value_behind, log.region.tape.saved[call.start : call.end])
             keys = [*(key for _, key in call.made), *(key_of(value) for value in saved if value is not None)]
             is_changed = not log.pointed.keys().isdisjoint(keys)
         if is_changed:
             log.give_up(call)
-        if not call.is_saved:
-            call.held = ()
 
 
 def let_run(tape: Tape, call: Call) -> None:
@@ -122,15 +120,15 @@ def _keep_results(log: Recorder) -> None:
     for call in region.tape.functions.values():
         # What a ladder keeps backward needs: it costs nothing more, and replay may go further if the region is lowered.
         call.is_answered = call.is_saved and (call.end <= last or call.is_by_price)
-        if call.is_answered and call.held:
-            call.kept = kept = {}
-            for place, alias, _ in call.held:
-                if region.hooks is None and call.policy is CheckpointPolicy.SAVE:
-                    kept[place] = Slot.of_alias(alias)
-                else:
-                    label = call.label(place)
-                    kept[place] = slot_for(region.hooks, log.departures, call.name, label, alias, call.policy, False)
-        call.held = ()
+        if not call.is_answered:
+            call.kept = {}
+        elif region.hooks is not None or call.policy is not CheckpointPolicy.SAVE:
+            call.kept = {
+                place: slot_for(
+                    region.hooks, log.departures, call.name, call.label(place), slot.kept, call.policy, False
+                )
+                for place, slot in call.kept.items()
+            }
 
 
 class _Ending:

@@ -59,7 +59,6 @@ class Call(Entry):
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
         function_number: How many calls of its torch function came before it, if a policy that lists it has made it.
-        held: What a call of a torch function returned and is kept, by place, with versions, until forward ends.
         is_by_price: Whether a ladder says what becomes of it.
         may_wait: Saved tensors that are kept since a call by price made them, which would wait if replay ran that one.
         is_answered: Whether replay goes on past it, so that there is what it returned, or what stands in for that.
@@ -89,7 +88,6 @@ class Call(Entry):
     modified: Sequence[tuple[int, StorageWeakRef]] = ()
     why = ""
     function_number = -1
-    held: Sequence[tuple[int, torch.Tensor, int]] = ()
     is_by_price = is_answered = False
     may_wait: Sequence[tuple[Any, Waiting]] = ()
     casts: Sequence[int] | None = None

@@ -56,6 +56,7 @@ from torch_remat.dispatch.ops.meta import described
 from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import Carried, RematError
 from torch_remat.ladders.ladder import Rung
 from torch_remat.policies.decision import CheckpointPolicy, Decision
@@ -210,8 +211,7 @@ class Noting(Functions):
             call.gradients, call.saved, call.made = (result.requires_grad,), FIRST, ((0, key),)
             log.storages.writers[key] = call, 0
             if places is None or 0 in places:
-                alias = self._mode.alias_of(result)
-                call.held = ((0, alias, alias._version),)
+                call.kept = {0: Slot.of_alias(self._mode.alias_of(result))}
             else:  # there is a placeholder in replay
                 call.results = [described(result, None)]
                 log.known.append(StorageWeakRef(result.untyped_storage()))
@@ -229,11 +229,11 @@ class Noting(Functions):
         log.settle()
         call.gradients = [leaf.requires_grad for leaf in leaves]
         call.saved = FIRST if len(leaves) == 1 else frozenset(range(len(leaves)))
-        held = [place for place in range(len(leaves)) if places is None or place in places]
-        if len(held) < len(leaves):
+        kept = [place for place in range(len(leaves)) if places is None or place in places]
+        if len(kept) < len(leaves):
             call.results = [described(leaf, None) for leaf in leaves]
             log.known += [StorageWeakRef(leaf.untyped_storage()) for leaf in leaves]
-        call.held = [(place, alias := self._mode.alias_of(leaves[place]), alias._version) for place in held]
+        call.kept = {place: Slot.of_alias(self._mode.alias_of(leaves[place])) for place in kept}
         call.made = [(0, key) for key in made]
         for key in made:
             log.storages.writers[key] = call, 0

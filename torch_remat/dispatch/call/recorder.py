@@ -188,7 +188,7 @@ class Recorder(Log):
         """Whether a call of a function has made a tensor that stays on the device, so that its readers keep no copy."""
         maker = self.storages.writers.get(key_of(tensor)) if self.storages.writers else None
         entry = None if maker is None else maker[0]
-        return type(entry) is Call and len(entry.held) > 0 and entry.policy is CheckpointPolicy.SAVE
+        return type(entry) is Call and len(entry.kept) > 0 and entry.policy is CheckpointPolicy.SAVE
 
     def _waits(self, call: Call, holder: OpHolder, tensor: Tensor, given: Given) -> bool:
         """Let replay take a saved tensor from an argument or a variable; return whether it can."""

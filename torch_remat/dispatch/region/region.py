@@ -189,7 +189,7 @@ class Tape:
         return -1
 
     def with_parameters(self, place: int) -> int:
-        """Return a place, or that of the last of the parameters that follow it, before the next call or its own's end."""
+        """Return a place, or that of the last of the parameters that follow it within its call, or before the next."""
         saved = self.saved
         edges: set[int] | None = None
         while 0 <= place < len(saved) - 1 and isinstance(saved[place + 1], torch.Tensor):
