@@ -117,6 +117,27 @@ layers.0: 288 B
     )
 
 
+def test_current_report_tells_what_functions_returned_so_far():
+    texts = []
+
+    def function(x):
+        y = torch.exp(torch.sin(x))
+        texts.append(remat.format_current_memory_report())
+        return y * 2
+
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    checkpointed(function, region_name="layers.0", preserve_rng_state=False, policy=[torch.sin])(x * 2)
+    assert_expected_inline(
+        texts[0],
+        """\
+layers.0: 144 B
+  args[0]         48 B  float32[3, 4] cpu  input
+  saved tensor 1  48 B  float32[3, 4] cpu  save, the end of forward decides
+  sin_0.saved_0    0 B  float32[3, 4] cpu  save, counted as layers.0::args[0]
+  sin_0.out       48 B  float32[3, 4] cpu  save, for replay""",
+    )
+
+
 def test_whole_report_folds_layers_that_are_alike():
     h = F.gelu(leaf(4, 8) * 3.0)
     for index in range(12):
