@@ -611,6 +611,18 @@ active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispat
 # How many these are, in a call that costs next to nothing.
 count_of_modes: Callable[[], int] = faster("_len_torch_dispatch_stack", lambda: len(active_modes()))
 
+
+def _casts_the_last_first() -> bool:
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        one = torch.zeros(1, 1, requires_grad=True, device="cpu").clone()
+        made: Any = torch.mm(one, one).grad_fn
+    first, last = (node for node, _ in made.next_functions)
+    return node_number(first) > node_number(last)
+
+
+# Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates arguments.
+CASTS_THE_LAST_FIRST = _casts_the_last_first()
+
 # Whether autocast is on for any device type. The public function asks for one, and a region may use several.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

@@ -484,6 +484,28 @@ def test_what_the_runtime_looks_at_is_no_access_of_the_regions(monkeypatch, befo
     assert "mm" not in ran_in_replay([torch.matmul], function)
 
 
+@pytest.mark.parametrize("product", [torch.matmul, F.linear])
+def test_casts_of_one_tensor_add_up_as_under_autocast(product):
+    function = torch.autocast("cpu", torch.bfloat16)(lambda x, w: product(s := x.sin(), s) * w + s.exp())
+    x, w = leaf(8, 8), leaf(8, 8)
+    expected = torch.autograd.grad(function(x, w).sum(), (x, w))
+    y = remat.checkpoint(policy=[product])(function)(x, w)
+    assert_same(expected, torch.autograd.grad(y.sum(), (x, w)))
+
+
+def test_a_chosen_function_casts_what_a_handle_made_itself():
+    function = torch.autocast("cpu", torch.bfloat16)(lambda x, w: (Scaled.apply(x.sin()) @ w).exp())
+    assert "mm" not in ran_in_replay([torch.matmul], function)
+
+
+def test_a_chosen_function_that_saves_nothing_does_not_run_in_replay_under_hooks():
+    def function(x, w):
+        return torch.add(Scaled.apply(x.sin()), w).exp() * torch.add(x, w).exp()
+
+    with torch.autograd.graph.save_on_cpu():
+        assert "add" not in ran_in_replay([torch.add, torch.exp], function)
+
+
 def test_functions_inside_of_functions_in_python_are_seen():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 

@@ -33,6 +33,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
+    CASTS_THE_LAST_FIRST,
     POINTER_FUNCTIONS,
     OperatorBase,
     OpOverloadPacket,
@@ -165,7 +166,7 @@ class Noting(Functions):
             return self._run(name, number, about.policy, func, args, kwargs)
         casts = None
         if places is None and any_autocast_enabled():
-            args, kwargs, casts = _cast(func, args, kwargs)
+            args, kwargs, casts = _cast(func, args, kwargs, is_there=lambda leaf: key_of(leaf) not in log.by_handles)
         leaves = args if not kwargs and _FLAT.issuperset(map(type, args)) else leaves_of(args, kwargs)
         call: Call = _new(Call)
         call.name = call.group = name
@@ -522,7 +523,8 @@ def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:
         if not isinstance(leaf, Tensor):
             found.append(leaf if type(leaf) in _FLAT else None)
         elif type(leaf) in _PLAIN and leaf.layout is torch.strided:  # in replay it may be a placeholder
-            is_here = not region.options.offload_inputs and region.inputs.lies_with(storage_key(leaf))
+            stays = region.hooks is None and not region.options.offload_inputs
+            is_here = stays and region.inputs.lies_with(storage_key(leaf))
             if is_here or type(leaf) is Parameter:
                 found.append((place, storage_key(leaf)))
     return found
@@ -536,7 +538,11 @@ def _key_of(tensor: Tensor) -> int:
 
 
 def _cast(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_forward: Sequence[int] | None = None
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    as_forward: Sequence[int] | None = None,
+    is_there: Callable[[Tensor], bool] = bool,
 ) -> tuple[Sequence[Any], Mapping[str, Any], Sequence[int] | None]:
     """Return the arguments as autocast gives them to a function, and which leaves it casts; None without autocast.
 
@@ -547,6 +553,7 @@ def _cast(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         as_forward: Which leaves forward has cast.
+        is_there: Whether replay will have a tensor, so that it can cast that, too.
     """
     if name_of(func) not in _CAST or (not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled()):
         return args, kwargs, None
@@ -556,10 +563,10 @@ def _cast(
         return args, kwargs, None
     dtype, places = torch.get_autocast_dtype(first.device.type), as_forward
     if places is None:
-        places = [place for place, leaf in enumerate(leaves) if _is_cast(leaf)]
+        places = [place for place, leaf in enumerate(leaves) if _is_cast(leaf) and is_there(leaf)]
         if any(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves) and name_of(func) != "linear":
             return args, kwargs, None
-    for place in places:
+    for place in reversed(places) if CASTS_THE_LAST_FIRST else places:  # in this order gradients of one tensor add up
         leaves[place] = leaves[place].to(dtype)
     args, kwargs = with_leaves(args, kwargs, leaves)
     return args, kwargs, places
