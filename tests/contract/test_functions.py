@@ -500,10 +500,10 @@ def test_a_chosen_function_casts_what_a_handle_made_itself():
 
 def test_a_chosen_function_that_saves_nothing_does_not_run_in_replay_under_hooks():
     def function(x, w):
-        return torch.add(Scaled.apply(x.sin()), w).exp() * torch.add(x, w).exp()
+        return torch.add(Scaled.apply(x.sin()), w).sin() * torch.add(x, w).sin()
 
-    with torch.autograd.graph.save_on_cpu():
-        assert "add" not in ran_in_replay([torch.add, torch.exp], function)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
+        assert "add" not in ran_in_replay([torch.add], function)
 
 
 def test_functions_inside_of_functions_in_python_are_seen():
