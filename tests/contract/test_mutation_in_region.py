@@ -418,3 +418,32 @@ def test_tensor_that_is_replaced_after_forward_is_as_the_user_left_it_after_back
     assert module.state is replaced
     assert torch.equal(replaced, left)
     assert replaced._version == version
+
+
+WRITES_OF_AN_ARGUMENT = {
+    "relu_": lambda b: b.relu_(),
+    "mul_": lambda b: b.mul_(0.9),
+    "exp_": lambda b: b.exp_(),
+    "a row": lambda b: b[0].mul_(0.5),
+    "a view": lambda b: b.view(-1)[::3].tanh_(),
+    "transposed": lambda b: b.t().sigmoid_(),
+    "twice": lambda b: b.mul_(2).sigmoid_(),
+    "dropout": lambda b: F.dropout(b, 0.5, inplace=True),
+}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), [aten.relu_.default, aten.exp_.default]])
+@pytest.mark.parametrize("write", WRITES_OF_AN_ARGUMENT.values(), ids=WRITES_OF_AN_ARGUMENT)
+@pytest.mark.parametrize("read", [lambda a, b: (b, a), lambda a, b: ((a @ b).tanh(), b.exp())])
+def test_region_with_a_policy_for_ops_writes_an_argument(read, write, policy):
+    def block(a, b):
+        write(b)
+        return read(a * 1.0, b)
+
+    def gradients(function):
+        torch.manual_seed(0)
+        x, y = leaf(4, 4), leaf(4, 4)
+        first, second = function(x.sin(), y.cos())
+        return torch.autograd.grad(first.sum() + second.sin().sum(), (x, y))
+
+    assert_same(gradients(block), gradients(remat.checkpoint(policy=policy)(block)))
