@@ -680,8 +680,15 @@ def without_modes_for(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 torch_function_is_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
 
-# Hides what runs inside from the modes for torch functions, too, which torch's public context manager does not.
-without_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+# The stack of modes for torch functions, of which torch itself takes one off while it runs a handler.
+pop_function_mode: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack
+push_function_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack
+
+
+def innermost_function_mode() -> TorchFunctionMode | None:
+    """Return the mode for torch functions that sees a function first; None if there is none."""
+    depth = function_mode_depth()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

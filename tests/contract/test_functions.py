@@ -484,6 +484,24 @@ def test_what_the_runtime_looks_at_is_no_access_of_the_regions(monkeypatch, befo
     assert "mm" not in ran_in_replay([torch.matmul], function)
 
 
+class Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("wrap", [remat.checkpoint(), lambda function: remat.op(function, "inner")])
+def test_functions_in_what_is_inside_get_subclasses_in_both_phases(wrap):
+    kinds = []
+
+    def inner(x):
+        kinds.append(type(x))
+        return x.sin().exp()
+
+    wrapped = wrap(inner)
+    x = leaf(4).as_subclass(Tagged)
+    remat.checkpoint(policy=[torch.cos])(lambda x: wrapped(x * 2).cos())(x).sum().backward()
+    assert set(kinds) == {Tagged}
+
+
 @pytest.mark.parametrize("product", [torch.matmul, F.linear])
 def test_casts_of_one_tensor_add_up_as_under_autocast(product):
     function = torch.autocast("cpu", torch.bfloat16)(lambda x, w: product(s := x.sin(), s) * w + s.exp())

@@ -34,6 +34,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
     OF_TRACES,
@@ -43,15 +44,15 @@ from torch_remat._compat import (
     active_modes,
     count_of_modes,
     detached,
+    innermost_function_mode,
     is_transformed,
+    pop_function_mode,
     pop_mode,
     pop_region_hooks,
+    push_function_mode,
     push_mode,
     push_region_hooks,
     run_fsdp_in,
-    torch_function_is_on,
-    with_torch_function,
-    without_function_modes,
 )
 from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
 from torch_remat.dispatch.options import Watch
@@ -107,8 +108,8 @@ class RematMode(DispatchMode):
     Attributes:
         opening: What watches the region's ops from its start, if something does.
         watcher: What sees each aten op now, if something does; set by `show_ops_to`.
-        sees_functions: Whether a mode for torch functions sees what the region calls.
-        hides: Whether it sees nothing now, since what runs is the runtime's own.
+        function_mode: The mode for torch functions that sees what the region calls, if one does.
+        hidden_mode: The same while it sees nothing, since what runs is the runtime's own.
         below: How many modes are active while an op is handled, unless code is traced inside the region.
     """
 
@@ -120,7 +121,8 @@ class RematMode(DispatchMode):
     observed: Watch | None = None
     opening: Handler | None = None
     watcher: Handler | None = None
-    sees_functions = hides = False
+    function_mode: TorchFunctionMode | None = None
+    hidden_mode: TorchFunctionMode | None = None
     below = 0
 
     @property
@@ -211,34 +213,37 @@ class RematMode(DispatchMode):
         ops = self.ops or self.ops_now()
         if ops is None or is_transformed():
             return function(*args, **kwargs)
-        if self.observed is None and not self.sees_functions:
+        if self.observed is None and self.function_mode is None:
             return ops.run(is_native, name, policy, function, args, kwargs)
-        run = partial(self.hidden, ops.run, is_native) if self.sees_functions else partial(ops.run, is_native)
+        run = partial(ops.run, is_native)
+        if self.function_mode is not None:
+            run = partial(self.hidden, run)
         if self.observed is None:
             return run(name, policy, function, args, kwargs)
         return self.observed.run_native(run, name, policy, function, args, kwargs)
 
     def hidden(self, run: Callable[..., Any], *args: Any) -> Any:
         """Show nothing to the region's mode for torch functions but what `user_code` runs."""
-        if self.hides or not torch_function_is_on():
+        seen = self.function_mode
+        if seen is None or innermost_function_mode() is not seen:
             return run(*args)
-        self.hides = True
+        self.hidden_mode = pop_function_mode()
         try:
-            with without_function_modes():
-                return run(*args)
+            return run(*args)
         finally:
-            self.hides = False
+            self.hidden_mode = None
+            push_function_mode(seen)
 
     def user_code(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function of the user's."""
-        if not self.hides:
+        if (seen := self.hidden_mode) is None:
             return function(*args, **kwargs)
-        self.hides = False
+        self.hidden_mode = None
+        push_function_mode(seen)
         try:
-            with with_torch_function():
-                return function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
-            self.hides = True
+            self.hidden_mode = pop_function_mode()
 
     def run_named(
         self,

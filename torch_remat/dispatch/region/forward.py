@@ -88,7 +88,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         parent.region.inputs.note_histories()
     if parent is not None and parent.ops is not None and parent.ops.is_native():
         return function(*args, **kwargs)  # a plain call, which the native region keeps
-    if parent is None or not parent.sees_functions:
+    if parent is None or parent.function_mode is None:
         return _run(function, function, args, kwargs, options)
     run = partial(_run_user_code, parent, function)
     return parent.hidden(_run, function, run, args, kwargs, options)  # nothing here is a call of the region around
@@ -257,7 +257,7 @@ class Recording(RematMode):
             self.ops.watch_all(region.options.policy)
             self.lets_compiled_code_run = CompiledCode.is_noticed
         if (chosen := region.chosen) is not None and chosen.decisions:
-            self.functions, self.sees_functions = noting(self, self.ops_now, chosen), True
+            self.functions = self.function_mode = noting(self, self.ops_now, chosen)
         return contexts
 
     def go_by_price(self, begun: Begun) -> None:
@@ -267,8 +267,7 @@ class Recording(RematMode):
         if begun.rung is not None and begun.kind.keeps_calls:
             region.chosen = with_rung(region.chosen, begun.rung)
         elif begun.is_new:
-            survey = Survey(self, begun.kind, begun.shapes)
-            self.survey, self.sees_functions = survey, True
+            self.survey = self.function_mode = survey = Survey(self, begun.kind, begun.shapes)
             self.opening, self.lets_compiled_code_run = survey.see, CompiledCode.is_noticed
             region.surveyed, region.chosen = True, None
 
@@ -510,7 +509,7 @@ class Recording(RematMode):
         if self.ops is not None:
             self.ops.forget()
             self.ops = None
-        self.functions = self.survey = None
+        self.functions = self.survey = self.function_mode = None
         if self.observed is not None:
             self.observed = self.watcher = None
 

@@ -142,7 +142,7 @@ class Filling(Replaying):
                 if (chosen := region.chosen) is not None and chosen.decisions:
                     # Also where nothing is kept: what the compiler does depends on modes.
                     seen = Functions(chosen) if self.ops is None else Giving(self, self.ops, chosen)
-                    self.sees_functions = True
+                    self.function_mode = seen
                     function = partial(seen.around, function)
                 self.run(function, args, kwargs, (self.pack_hook(), unpack), contexts)
             except StopReplay as stop:
@@ -170,7 +170,7 @@ class Filling(Replaying):
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
-            self.observed = self.unread = None
+            self.observed = self.unread = self.function_mode = None
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
             self._before = ()
             if earlier is not None or last_refusal.get() is not None:
