@@ -484,10 +484,6 @@ def test_what_the_runtime_looks_at_is_no_access_of_the_regions(monkeypatch, befo
     assert "mm" not in ran_in_replay([torch.matmul], function)
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
 @pytest.mark.parametrize("wrap", [remat.checkpoint(), lambda function: remat.op(function, "inner")])
 def test_functions_in_what_is_inside_get_subclasses_in_both_phases(wrap):
     kinds = []
