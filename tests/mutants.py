@@ -288,7 +288,7 @@ MUTANTS = (
     ),
     Mutant(
         "version of a kept result not compared", "writes", "dispatch/slot.py",
-        "if (counted and kept._version != self._version) or any(",
+        "if (counted and kept._version != self.version) or any(",
         "if any(",
     ),
     Mutant(
@@ -451,13 +451,13 @@ MUTANTS = (
     ),
     Mutant(
         "call that must run whole is skipped", "calls", "dispatch/call/ending.py",
-        " and log.results.is_any_written(call):",
+        " and not log.has_policy and _is_changed(call):",
         " and False:",
     ),
     Mutant(
         "call that wrote outside runs again", "calls", "dispatch/call/ending.py",
-        "            if call.wrote:\n",
-        "            if False:\n",
+        "    if call.wrote:\n",
+        "    if False:\n",
     ),
     Mutant(
         "native region that wrote outside starts over", "calls", "dispatch/call/answerer.py",

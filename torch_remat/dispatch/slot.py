@@ -42,6 +42,7 @@ class Slot:
 
     Attributes:
         kept: The alias, or what the hooks made of the tensor.
+        version: That of the alias when it was kept; `UNCOUNTED` for a copy of what counts no changes.
         sources: If the reader of a handle's output keeps it: the handles that made what is in its storage, the last one
             last, each with the name of the output.
     """
@@ -61,14 +62,14 @@ class Slot:
         unchecked: bool = False,
     ) -> None:
         self._requires_grad = tensor.requires_grad if requires_grad is None else requires_grad
-        self._version = version_of(tensor)
-        if self._version == UNCOUNTED:
+        self.version = version_of(tensor)
+        if self.version == UNCOUNTED:
             self.kept: Any = tensor.clone()  # nothing counts its changes
         elif hooks is None:
             self.kept = tensor.detach()
             if unchecked:
                 self.kept = self.kept.data
-                self._version = self.kept._version
+                self.version = self.kept._version
         else:
             self._device = tensor.device
             pack, self._unpack = hooks
@@ -84,7 +85,7 @@ class Slot:
             others: Tensors in the same storage that count changes for themselves, with their versions.
         """
         slot = cls.__new__(cls)
-        slot.kept, slot._version = alias, alias._version
+        slot.kept, slot.version = alias, alias._version
         if others:
             slot._aliases = others
         return slot
@@ -92,7 +93,7 @@ class Slot:
     @property
     def is_changed(self) -> bool:
         """Whether a kept alias was modified in place since."""
-        return bool(self.kept._version != self._version)
+        return self.version != UNCOUNTED and self.kept._version != self.version
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +108,7 @@ class Slot:
     def unchanged(self) -> torch.Tensor | None:
         """Return the tensor without a `grad_fn` if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
-        if self._unpack is not None or self._version == UNCOUNTED or kept._version != self._version:
+        if self._unpack is not None or self.version == UNCOUNTED or kept._version != self.version:
             return None
         for alias, version in self._aliases:
             if version_of(alias) != version:
@@ -117,8 +118,8 @@ class Slot:
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""
         kept: torch.Tensor = self.kept
-        counted = self._unpack is None and self._version != UNCOUNTED  # what hooks have kept, they check themselves
-        if (counted and kept._version != self._version) or any(version_of(alias) != at for alias, at in self._aliases):
+        counted = self._unpack is None and self.version != UNCOUNTED  # what hooks have kept, they check themselves
+        if (counted and kept._version != self.version) or any(version_of(alias) != at for alias, at in self._aliases):
             raise MutationError(
                 "this tensor was modified in place after it was kept for replay",
                 region=region,

@@ -8,7 +8,7 @@ NOTE [ What is kept ] in `recorder`, and NOTE [ When a saved call runs whole ] i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import ref
 
@@ -21,10 +21,8 @@ from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of, readers_in
 from torch_remat.dispatch.holder import Holder, OpHolder, RegionLike, mark_changed, value_behind
 from torch_remat.dispatch.keys import key_of
-from torch_remat.dispatch.ops.entry import Entry
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
 from torch_remat.dispatch.region.region import Tape
-from torch_remat.dispatch.slot import slot_for
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -47,7 +45,7 @@ def judge(log: Recorder, boundary: Sequence[Node | None]) -> None:
         return  # there are no calls but handles
     _check_left(log, boundary)
     for call in log.region.tape.records.values():
-        if call.function is not None and not log.has_policy and log.results.is_any_written(call):
+        if call.function is not None and not log.has_policy and _is_changed(call):
             call.why, call.modified, call.is_saved = "a result of it was modified in place afterwards", (), False
         if call.inputs and call.is_saved and not call.why and call.policy is not _RECOMPUTE:
             call.inputs = {}  # it need not run whole
@@ -64,11 +62,12 @@ def finish(log: Recorder) -> None:
         log.results.read_versions()
     if log.departures.waiting:
         log.departures.send()
-    if log.has_results or log.runs or log.needed or log.watch is not None:
+    if log.has_policy:
         _Ending(log).decide()
-    if log.region.tape.functions:
-        _keep_results(log)
-    # Else there is nothing, or only handles, none of whose outputs anything reads.
+    else:
+        calls = [call for call in log.region.tape.records.values() if not call.is_handle]
+        _keep_results(log, [*calls, *log.region.tape.functions.values()])
+        _run_whole(log, calls)
 
 
 def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
@@ -86,15 +85,18 @@ def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
 def _give_up_changed(log: Recorder) -> None:
     """Let replay run the calls of functions whose results were modified, or what they have saved, or may have been."""
     for call in log.region.tape.functions.values():
-        is_changed = False
-        for slot in call.kept.values():
-            is_changed = is_changed or slot.is_changed
+        is_changed = _is_changed(call)
         if log.pointed and not is_changed:
             saved = map(value_behind, log.region.tape.saved[call.start : call.end])
             keys = [*(key for _, key in call.made), *(key_of(value) for value in saved if value is not None)]
             is_changed = not log.pointed.keys().isdisjoint(keys)
         if is_changed:
             log.give_up(call)
+
+
+def _is_changed(call: Call) -> bool:
+    """Whether a result of a call was modified in place since."""
+    return any(slot.is_changed for slot in call.kept.values())
 
 
 def let_run(tape: Tape, call: Call) -> None:
@@ -113,22 +115,24 @@ def empty(holder: Holder) -> None:
     holder.value = None
 
 
-def _keep_results(log: Recorder) -> None:
-    """Keep what the calls of functions returned past which replay goes on."""
+def _keep_results(log: Recorder, calls: Collection[Call]) -> None:
+    """Keep what these calls returned past which replay goes on."""
+    if not calls:
+        return
     region = log.region
     last = region.tape.last_place(region.hooks, region.options.early_stop)
-    for call in region.tape.functions.values():
+    for call in calls:
         # What a ladder keeps backward needs: it costs nothing more, and replay may go further if the region is lowered.
         call.is_answered = call.is_saved and (call.end <= last or call.is_by_price)
-        if not call.is_answered:
-            call.kept = {}
-        elif region.hooks is not None or call.policy is not CheckpointPolicy.SAVE:
-            call.kept = {
-                place: slot_for(
-                    region.hooks, log.departures, call.name, call.label(place), slot.kept, call.policy, False
-                )
-                for place, slot in call.kept.items()
-            }
+        log.results.keep(call, call.kept if call.is_answered else ())
+
+
+def _run_whole(log: Recorder, calls: Sequence[Call]) -> None:
+    """Let replay run the calls whole that have to, with a warning each."""
+    for call in calls:
+        if call.why or call.always:
+            call.always = call.run = True
+            check_whole(log, call)
 
 
 class _Ending:
@@ -142,45 +146,27 @@ class _Ending:
         """Keep results, and note what runs."""
         log, region = self._log, self._region
         log.results.let_go_of_graph()
-        region.tape.roots = roots = self._roots()
-        needs = find_needs(log.entries, roots, log.results.can_keep)
-        if log.has_policy and log.storages.has_writes:
+        needs = find_needs(log.entries, self._roots(), log.results.can_keep)
+        if log.storages.has_writes:
             region.tape.early = early_reads(log.entries, log.storages.is_state)
         for entry in needs.run:
             entry.run = True
-        for entry, places in needs.kept:
+        kept = dict(needs.kept)
+        for call in region.tape.records.values():  # of views: in replay they are placeholders, views of nothing
+            kept[call] = {*kept.get(call, ()), *call.views}
+        for entry, places in kept.items():
             log.results.keep(entry, places)
-        if region.tape.records:
-            for entry in region.tape.records.values() if log.has_policy else ():
-                if entry.views:  # in replay they are placeholders, views of nothing
-                    log.results.keep(entry, entry.views)
-            self._check_whole(needs.run)
-        if log.watch is not None:
-            log.watch.finish()
-        if log.has_policy and log.storages.has_writes and region.inputs is not None:
+        for entry in needs.run:
+            if isinstance(entry, Call):
+                check_whole(log, entry)
+        assert log.watch is not None
+        log.watch.finish()
+        if log.storages.has_writes and region.inputs is not None:
             region.inputs.accept_changes(self._is_not_repeated)
 
     def _is_not_repeated(self, tensor: Tensor) -> bool:
         """Whether replay of a region with a policy skips the modifications of an input."""
         return self._log.storages.has_changed(tensor) or key_of(tensor) in self._log.changes
-
-    def _check_whole(self, run: Sequence[Entry]) -> None:
-        """Warn of the calls that run whole, and refuse those that would modify something outside again."""
-        region = self._region
-        for call in run:
-            if type(call) is not Call or call.results is None or (call.is_handle and not self._log.has_policy):
-                continue  # one that raised just does so again
-            call.why = call.why or "replay needs a result of it that was modified in place afterwards"
-            if call.modified:  # replay knows whether these are the region's own
-                continue
-            if call.wrote:
-                raise cannot_be_skipped(
-                    region,
-                    call,
-                    f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}",
-                    "Use the out-of-place form",
-                )
-            warn_of_second_run(region, call)
 
     def _roots(self) -> list[tuple[int, int]]:
         """Return the storages that replay must have, each after how many entries."""
@@ -205,8 +191,6 @@ class _Ending:
     def _passed(self) -> list[tuple[int, int]]:
         """Return what the calls returned past which replay goes on, each after how many entries."""
         log, region = self._log, self._region
-        if not log.has_results:
-            return []
         last = region.tape.last_place(region.hooks, region.options.early_stop)
         passed = {call for call in region.tape.records.values() if not call.is_handle and call.end <= last}
         roots = []
@@ -224,6 +208,19 @@ class _Ending:
             else:
                 entry.always = True
         return roots
+
+
+def check_whole(log: Recorder, call: Call) -> None:
+    """Warn of a call that runs whole, and refuse one that would modify something outside again."""
+    if call.results is None or (call.is_handle and not log.has_policy):
+        return  # one that raised just does so again
+    call.why = call.why or "replay needs a result of it that was modified in place afterwards"
+    if call.modified:  # replay knows whether these are the region's own
+        return
+    if call.wrote:
+        what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
+        raise cannot_be_skipped(log.region, call, what, "Use the out-of-place form")
+    warn_of_second_run(log.region, call)
 
 
 def promise(region: RegionLike) -> str:

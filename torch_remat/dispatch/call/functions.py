@@ -192,6 +192,8 @@ class Noting(Functions):
                 log.give_up(call)
                 return result
         if self._note_result(log, call, result, reads, places):
+            if call.policy is CheckpointPolicy.OFFLOAD:
+                call.away = call.saved
             if draws is not None:
                 call.drawn = draws.end()
             if call.start == call.end:  # no place of the tape distinguishes it from another

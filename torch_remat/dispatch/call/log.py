@@ -152,7 +152,6 @@ class Log:
         draws: Which calls draw random numbers; None where nobody cares.
         by_handles: The outputs of saved handles by their storage, in a region without a policy.
         known: These storages: as long as this is there, no address comes again.
-        has_results: Whether a call has returned what it made.
     """
 
     def __init__(self, forward: RematMode, region: OpenRegion) -> None:
@@ -178,7 +177,6 @@ class Log:
         self.awaited: list[Tensor] = []
         self.given: Given | None = None
         self.number = -1
-        self.has_results = False
         self.roots: list[Root] = []
         self.needed: list[tuple[int, int]] = []
         self.changes: set[int] = set()
@@ -310,24 +308,22 @@ class Log:
     def note_result(self, call: Call, result: Tensor, key: int) -> None:
         """Note a call with its one result, an ordinary tensor in a storage of its own: what most calls return."""
         geometry = result.shape, result.stride(), result.storage_offset()
-        self.has_results = True
         call.kind, call.storage, call.saved = ONE, key, FIRST
+        call.kept = {0: self._slot_now(result)}
         call.results = new_tuple(Meta, (geometry, result.dtype, result.device, False, NOT_LAZY))
         call.gradients = (result.requires_grad,)
         if call.policy is _OFFLOAD:
             call.away = FIRST
         self.storages.note_one(call, key)
-        self.results.note_one(call, result)
         self.entries.append(call)
 
     def note_results(self, call: Call, leaves: Sequence[Any], made: Sequence[tuple[int, Tensor]]) -> None:
         """Note a call with its result: the leaves, and those among them that it has made, by place."""
-        self.has_results = True
         call.made = self.storages.note_results(call, made)
         call.saved = frozenset(place for place, _ in made)
         if call.policy is _OFFLOAD:
             call.away = call.saved
-        self.results.note(call, leaves)
+        call.kept = {place: self._slot_now(leaf) for place, leaf in made}
         self.entries.append(call)
         if self.by_handles:
             self.note_readers([leaf for leaf in leaves if isinstance(leaf, Tensor) and key_of(leaf) in self.by_handles])
@@ -365,6 +361,15 @@ class Log:
                 found[at] = slot = Slot(leaf, None) if for_now else self._slot_of(call, place, leaf)
                 slot.sources = [(one.name, one.label(at)) for one, at in outputs]
         return found
+
+    def _slot_now(self, tensor: Tensor) -> Slot:
+        """Keep a result at once; the end of forward decides whether it stays, and where."""
+        if tensor.is_inference():
+            return Slot(tensor, None, False)
+        if self.mode.watcher is None or type(tensor) is Tensor:
+            return Slot.of_alias(self.mode.alias_of(tensor))
+        with self.mode.unwatched():
+            return Slot.of_alias(tensor.detach())
 
     def _slot_of(self, call: Call, place: int, tensor: Tensor, requires_grad: bool | None = None) -> Slot:
         label = call.label(place)
@@ -470,7 +475,7 @@ class Log:
         call.views = [place for place, out in enumerate(outs) if out._base is not None]
         made = [(place, out) for place, out in enumerate(outs) if place not in call.views]
         call.made = self.storages.note_results(call, made)
-        self.results.note(call, outs)
+        call.kept = {place: self._slot_now(out) for place, out in enumerate(outs)}
 
     def _know_outputs(self, call: Call, outs: tuple[Tensor, ...]) -> None:
         """Know the outputs of a handle again, without holding them: few are read by what replay runs."""

@@ -24,9 +24,6 @@ Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor 
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
 
-_NONE: dict[int, tuple[torch.Tensor, int]] = {}
-
-
 class Results:
     """The saved results of one forward.
 
@@ -53,7 +50,7 @@ class Results:
     def note(self, entry: Entry, result: Any, written: Sequence[torch.Tensor] = ()) -> None:
         """Note what any other entry returned, and the arguments that it wrote."""
         results = result if isinstance(result, (list, tuple)) else (result,)
-        is_gradient = not entry.is_call and not torch.is_grad_enabled()
+        is_gradient = not torch.is_grad_enabled()
         held = self._held[entry] = {
             place: (let_go(tensor) if is_gradient else tensor, version_of(tensor))
             for place, tensor in enumerate(results)
@@ -61,20 +58,15 @@ class Results:
         }
         for at, tensor in enumerate(written):
             held[WRITTEN - at] = tensor, version_of(tensor)
-        if not (entry.is_call or entry.kind == SEVERAL):
+        if entry.kind != SEVERAL:
             self.unread.append(entry)
 
     def note_named(self, entry: Entry, place: int, tensor: torch.Tensor) -> None:
-        """Note one result that is saved because of the name that it was given."""
+        """Note one result that is saved because of the name that it was given; a call has kept its results."""
+        if entry.is_call:
+            return
         self._held.setdefault(entry, {}).setdefault(place, (tensor, version_of(tensor)))
         self._reshaped = True  # the tensor may be a view of the result
-
-    def is_any_written(self, entry: Entry) -> bool:
-        """Whether a result of a call was modified in place since."""
-        for tensor, version in self._held.get(entry, _NONE).values():
-            if version != UNCOUNTED and tensor._version != version:
-                return True
-        return False
 
     def read_versions(self) -> None:
         """Read the version counters, now that the ops are over."""
@@ -94,6 +86,9 @@ class Results:
 
     def can_keep(self, entry: Entry, place: int) -> bool:
         """Whether a result is there, as the entry left it."""
+        if entry.is_call:
+            slot = entry.kept.get(place)
+            return slot is not None and (self._allow_mutation or self._is_unchanged(entry, slot.kept, slot.version))
         held = self._held.get(entry)
         if held is None or self._allow_mutation:
             return held is not None
@@ -114,6 +109,9 @@ class Results:
 
     def is_written(self, entry: Entry, place: int) -> bool:
         """Whether a result was modified in place since: a change that autograd counted."""
+        if entry.is_call:
+            slot = entry.kept.get(place)
+            return slot is not None and (slot.is_changed or self._storages.is_changed_by_alias(slot.kept))
         tensor, version = self._held.get(entry, {}).get(place, (None, 0))
         return tensor is not None and (version_of(tensor) != version or self._storages.is_changed_by_alias(tensor))
 
@@ -125,7 +123,11 @@ class Results:
                     yield entry.group, entry.label(place), tensor, decision_on(entry, place)
 
     def keep(self, entry: Entry, places: Collection[int]) -> None:
-        """Keep results of an entry, and what it wrote, in slots."""
+        """Keep results of an entry, and what it wrote, in slots; of a call those that it has kept so far."""
+        if entry.is_call:
+            slots = entry.kept.items()
+            entry.kept = {place: self._kept_of(entry, place, slot) for place, slot in slots if place in places}
+            return
         held = self._held[entry]
         if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
             alias = held[0][0]
@@ -133,6 +135,14 @@ class Results:
             return
         kept = {place: self._slot(entry, place, one[0]) for place, one in held.items() if max(place, WRITTEN) in places}
         entry.kept = {**entry.kept, **kept}
+
+    def _kept_of(self, call: Entry, place: int, slot: Slot) -> Slot:
+        if not self._usual or call.away:
+            decision = decision_on(call, place)
+            return self._make_slot(call.group, call.label(place), slot.kept, decision, False, self._allow_mutation)
+        if aliases := self._storages.aliases_of(slot.kept):
+            slot.watch(aliases)
+        return slot
 
     def _slot(self, entry: Entry, place: int, tensor: torch.Tensor) -> Slot:
         tensor = tensor.detach()

@@ -74,7 +74,6 @@ class Tape:
             weak references to holder and tensor, and the tensor's version.
         entered: What inner regions got from handles, by the number of the argument: for each after the first call.
         calls: The entries of the log.
-        roots: The storages that replay must have, each after how many entries.
         early: Those created outside the region that replay must not read before a number of entries; see `early_reads`.
     """
 
@@ -87,7 +86,6 @@ class Tape:
         "layouts",
         "others",
         "records",
-        "roots",
         "saved",
     )
 
@@ -100,7 +98,6 @@ class Tape:
         self.others: list[Other] = []
         self.entered: list[Mapping[int, Slot]] = []
         self.calls: Sequence[Entry] = ()
-        self.roots: Sequence[tuple[int, int]] = ()
         self.early: Sequence[tuple[StorageWeakRef, int, Entry]] = ()
 
     def last_place(self, hooks: object, early_stop: bool) -> int:
@@ -162,7 +159,7 @@ class Tape:
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
-        self.calls = self.roots = self.early = ()
+        self.calls = self.early = ()
         self.entered = []
         for call in (*self.records.values(), *self.functions.values()):
             call.forget()
