@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -28,6 +29,7 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
 _warned: dict[Any, Any] = {}
+_changed = attrgetter("is_changed")
 
 
 def judge(log: Recorder, boundary: Sequence[Node | None]) -> None:
@@ -96,7 +98,7 @@ def _give_up_changed(log: Recorder) -> None:
 
 def _is_changed(call: Call) -> bool:
     """Whether a result of a call was modified in place since."""
-    return any(slot.is_changed for slot in call.kept.values())
+    return any(map(_changed, call.kept.values()))
 
 
 def let_run(tape: Tape, call: Call) -> None:
@@ -124,7 +126,10 @@ def _keep_results(log: Recorder, calls: Collection[Call]) -> None:
     for call in calls:
         # What a ladder keeps backward needs: it costs nothing more, and replay may go further if the region is lowered.
         call.is_answered = call.is_saved and (call.end <= last or call.is_by_price)
-        log.results.keep(call, call.kept if call.is_answered else ())
+        if not call.is_answered:
+            call.kept = {}
+        elif call.away or not log.results.keeps_aliases:
+            log.results.keep(call, call.kept)
 
 
 def _run_whole(log: Recorder, calls: Sequence[Call]) -> None:
@@ -191,6 +196,8 @@ class _Ending:
     def _passed(self) -> list[tuple[int, int]]:
         """Return what the calls returned past which replay goes on, each after how many entries."""
         log, region = self._log, self._region
+        if not region.tape.records:
+            return []
         last = region.tape.last_place(region.hooks, region.options.early_stop)
         passed = {call for call in region.tape.records.values() if not call.is_handle and call.end <= last}
         roots = []

@@ -29,6 +29,7 @@ class Results:
 
     Attributes:
         unread: Entries whose changes autograd counts only once they are over.
+        keeps_aliases: Whether what is kept is an alias of the tensor, unless it leaves the device.
     """
 
     def __init__(self, storages: Storages, make_slot: MakeSlot, nested: bool, allow_mutation: bool) -> None:
@@ -36,7 +37,7 @@ class Results:
         self._storages = storages
         self._make_slot = make_slot
         self._allow_mutation = allow_mutation
-        self._usual = not (nested or allow_mutation)
+        self.keeps_aliases = not (nested or allow_mutation)
         self._reshaped = False  # whether a result may have been reshaped since its op was over
         # Of each entry the results by their places, and from -1 downwards the arguments that it wrote, each with its
         # version when the op was over.
@@ -129,7 +130,7 @@ class Results:
             entry.kept = {place: self._kept_of(entry, place, slot) for place, slot in slots if place in places}
             return
         held = self._held[entry]
-        if entry.kind == ONE and self._usual and not (self._reshaped or entry.away):
+        if entry.kind == ONE and self.keeps_aliases and not (self._reshaped or entry.away):
             alias = held[0][0]
             entry.kept = {0: Slot.of_alias(alias, self._storages.aliases_of(alias))}
             return
@@ -137,7 +138,7 @@ class Results:
         entry.kept = {**entry.kept, **kept}
 
     def _kept_of(self, call: Entry, place: int, slot: Slot) -> Slot:
-        if not self._usual or call.away:
+        if not self.keeps_aliases or call.away:
             decision = decision_on(call, place)
             return self._make_slot(call.group, call.label(place), slot.kept, decision, False, self._allow_mutation)
         if aliases := self._storages.aliases_of(slot.kept):
@@ -155,7 +156,7 @@ class Results:
                 tensor = placement_in(meta).seen_in(tensor)
         label = entry.label(max(place, WRITTEN))
         slot = self._make_slot(entry.group, label, tensor, decision_on(entry, place), False, self._allow_mutation)
-        if self._usual and (aliases := self._storages.aliases_of(tensor)):
+        if self.keeps_aliases and (aliases := self._storages.aliases_of(tensor)):
             slot.watch(aliases)
         return slot
 

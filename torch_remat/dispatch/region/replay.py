@@ -372,8 +372,10 @@ class Filling(Replaying):
             return super()._call(function, args, kwargs)
         given = leaves_of(args, kwargs)
         while True:
-            if self.region.options.policy is not None:
-                self._note_written_inputs(args, kwargs)
+            if self.region.options.policy is not None:  # its function may modify them; forward knows them as inputs
+                for leaf in leaves_of(args, kwargs):
+                    if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                        self.ops.note_loaded(leaf)
             if self.ops.ops is not None:
                 self.opening, self.lets_compiled_code_run = self.ops.ops.answer, CompiledCode.is_noticed
             try:
@@ -388,12 +390,6 @@ class Filling(Replaying):
                 if not self._starts_over_for(None):
                     return None
             args, kwargs = self._begin_again(args, kwargs, given)
-
-    def _note_written_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments that the function may modify in place, which forward knows as inputs all the same."""
-        for leaf in leaves_of(args, kwargs):
-            if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                self.note_loaded(leaf)
 
     def _refused(self) -> Refusal | None:
         """Return the latest refusal that counts, also if user code swallowed it."""
