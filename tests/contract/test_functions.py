@@ -520,6 +520,25 @@ def test_a_chosen_function_that_saves_nothing_does_not_run_in_replay_under_hooks
         assert "add" not in ran_in_replay([torch.add], function)
 
 
+def test_what_hooks_around_do_with_what_a_checkpoint_of_torch_saves_is_no_access_of_the_regions():
+    def copied(tensor):
+        return torch.empty(0).set_(tensor.untyped_storage().clone(), 0, tensor.shape, tensor.stride())
+
+    def inner(x, w, product):
+        h = product(x, w)
+        h = torch_checkpoint(lambda h, _: h, h, h, use_reentrant=False)
+        return torch.matmul(h, h)
+
+    x, w = leaf(4, 4) * 1, nn.Parameter(leaf(4, 4))
+    region = remat.checkpoint(policy=[torch.matmul])(inner)
+    outer = remat.checkpoint(policy=[torch.ops.aten.mm.default])(
+        lambda x, w: region(x, w, remat.op(torch.mm, "product")).tanh()
+    )
+    with torch.autograd.graph.saved_tensors_hooks(copied, lambda copy: copy):
+        y = outer(x, w)
+    assert_same(torch.autograd.grad(inner(x, w, torch.mm).tanh().sum(), x), torch.autograd.grad(y.sum(), x))
+
+
 def test_functions_inside_of_functions_in_python_are_seen():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 

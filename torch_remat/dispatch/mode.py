@@ -224,15 +224,25 @@ class RematMode(DispatchMode):
 
     def hidden(self, run: Callable[..., Any], *args: Any) -> Any:
         """Show nothing to the region's mode for torch functions but what `user_code` runs."""
-        seen = self.function_mode
-        if seen is None or innermost_function_mode() is not seen:
+        if not self._hide():
             return run(*args)
-        self.hidden_mode = pop_function_mode()
         try:
             return run(*args)
         finally:
-            self.hidden_mode = None
-            push_function_mode(seen)
+            self._show()
+
+    def _hide(self) -> bool:
+        """Take the region's mode for torch functions off the stack, if it is there to see what comes now."""
+        seen = self.function_mode
+        if seen is None or innermost_function_mode() is not seen:
+            return False
+        self.hidden_mode = pop_function_mode()
+        return True
+
+    def _show(self) -> None:
+        assert self.hidden_mode is not None
+        push_function_mode(self.hidden_mode)
+        self.hidden_mode = None
 
     def user_code(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function of the user's."""
@@ -316,13 +326,15 @@ class RematMode(DispatchMode):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Show no op that runs inside to the watcher; hooks of users run here while a region's ops are watched."""
-        previous = self.watcher
+        """Show no op and no function that runs inside to what watches the region: hooks of users run here."""
+        previous, is_hidden = self.watcher, self._hide()
         self.show_ops_to(None)
         try:
             yield
         finally:
             self.show_ops_to(previous)
+            if is_hidden:
+                self._show()
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
