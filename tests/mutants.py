@@ -722,6 +722,31 @@ MUTANTS = (
         "",
     ),
     Mutant(
+        "runtime's own calls are the region's", "calls", "dispatch/mode.py",
+        "        if seen is None or innermost_function_mode() is not seen:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "access by the runtime counts", "calls", "dispatch/call/functions.py",
+        "        if module.startswith(_OURS):  # such as in a handle\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "casts in another order", "gradients", "dispatch/call/functions.py",
+        "reversed(places) if CASTS_THE_LAST_FIRST else places",
+        "places",
+    ),
+    Mutant(
+        "replay goes on past a call whose argument waits", "bytes", "dispatch/region/region.py",
+        "for edge in (call.start, call.end)}",
+        "for edge in (call.start,)}",
+    ),
+    Mutant(
+        "argument that an op writes is no input", "mismatch", "dispatch/region/replay.py",
+        "                        self.ops.note_loaded(leaf)\n",
+        "                        pass\n",
+    ),
+    Mutant(
         "bytes left over buy nothing", "budgets", "budgets/price.py",
         "        total = _spend_rest(parts, rungs, total, limit, most)\n",
         "        pass\n",
