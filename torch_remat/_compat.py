@@ -686,7 +686,7 @@ push_function_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torc
 
 
 def innermost_function_mode() -> TorchFunctionMode | None:
-    """Return the mode for torch functions that sees a function first; None if there is none."""
+    """Return the mode for torch functions that sees a function first; None if no mode is active."""
     depth = function_mode_depth()
     return torch._C._get_function_stack_at(depth - 1) if depth else None
 

@@ -91,7 +91,7 @@ def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if parent is None or parent.function_mode is None:
         return _run(function, function, args, kwargs, options)
     run = partial(_run_user_code, parent, function)
-    return parent.hidden(_run, function, run, args, kwargs, options)  # nothing here is a call of the region around
+    return parent.hidden(_run, function, run, args, kwargs, options)  # nothing here is a call of the enclosing region
 
 
 def _run_user_code(mode: RematMode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
