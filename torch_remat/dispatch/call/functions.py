@@ -10,8 +10,10 @@ NOTE [ Functions ]
    argument, returned one or a view of one, or something else than tensors; its result was modified since, or there was
    access to its memory (``.numpy()``, ``data_ptr()``), which no version counter shows. So nothing is said about it.
 3. Arguments of the call wait, as for any saved call; but what an earlier kept call made is kept.
-4. Under autocast a kept call would keep the casts that it makes of its arguments: these are made before it.
-5. Not seen as calls: what stands in an inner region, under a transform, without gradients, or in code that is compiled.
+4. Under autocast a kept call would keep the casts that it makes of its arguments: these are made before it, in
+   autocast's own order, since gradients of one tensor add up in it.
+5. Not seen as calls: what stands in an inner region, under a transform, without gradients, or in code that is compiled;
+   and what the runtime and the hooks of users do: `RematMode.hidden` takes the mode off the stack meanwhile.
    Functions in Python that call others are opened: `policies.functions.opened_around`.
 6. A function in Python, and an op, may run anything: it is a call as those of `remat.op`, also beside a policy for ops.
 """
