@@ -110,7 +110,7 @@ class Functions(TorchFunctionMode):
     def open(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function in Python so that the functions are seen that it calls."""
         with self:
-            return _opened_by(self)[func](*args, **kwargs)
+            return self.chosen.tables["opened"][func](*args, **kwargs)
 
 
 class Noting(Functions):
@@ -228,7 +228,7 @@ class Noting(Functions):
             call.template = (form,)
         made: dict[int, None] = {}
         for leaf in leaves:
-            if (key := _key_of(leaf)) in reads or key in made:
+            if (key := key_of(leaf)) in reads or key in made:
                 return False
             made[key] = None
         log.settle()
@@ -477,11 +477,6 @@ def _about(chosen: KeptFunctions) -> Mapping[Any, _About]:
     return about
 
 
-def _opened_by(mode: Any) -> Mapping[Any, Callable[..., Any]]:
-    opened: Mapping[Any, Callable[..., Any]] = mode.chosen.tables["opened"]
-    return opened
-
-
 def _taken(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[Tensor, int]], Sequence[int]]:
     """Return, of the tensors among arguments, what `_layout_of` does, their versions, and their storages."""
     layout, before, reads, is_plain = [], [], [], True
@@ -532,13 +527,6 @@ def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:
             if is_here or type(leaf) is Parameter:
                 found.append((place, storage_key(leaf)))
     return found
-
-
-def _key_of(tensor: Tensor) -> int:
-    try:
-        return storage_key(tensor) if type(tensor) is Tensor or type(tensor) is Parameter else key_of(tensor)
-    except (RuntimeError, NotImplementedError):  # of a layout without a storage
-        return key_of(tensor)
 
 
 def _cast(
