@@ -26,8 +26,7 @@ from torch import Tensor
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
-from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.given import variables_of
+from torch_remat.dispatch.call.entry import Call, variables_of
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.native import replay_native

@@ -36,8 +36,7 @@ from torch_remat._compat import (
     sequence_number,
     storage_key,
 )
-from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.given import Given
+from torch_remat.dispatch.call.entry import Call, Given
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import (
     USUAL,

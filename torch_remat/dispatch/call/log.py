@@ -29,8 +29,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws
-from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.given import NOTHING, Given
+from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of, read
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of, version_of
 from torch_remat.dispatch.mode import RematMode

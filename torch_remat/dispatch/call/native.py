@@ -29,8 +29,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.call import refuse_gradient
-from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.given import Given
+from torch_remat.dispatch.call.entry import Call, Given
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import flatten, is_flat

@@ -33,8 +33,7 @@ from torch_remat._compat import (
     storage_key,
 )
 from torch_remat.dispatch.call.call import RunningCall, is_builtin, is_whole_call
-from torch_remat.dispatch.call.entry import Call, Origin, Waiting
-from torch_remat.dispatch.call.given import Given
+from torch_remat.dispatch.call.entry import Call, Given, Origin, Waiting
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.native import RunningNative
