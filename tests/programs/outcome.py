@@ -102,7 +102,8 @@ def _judge_priced(program: Program) -> str:
         return _judge(program)
     plain = without(program, PRICED)
     _run(program, True, seed=2)
-    if program.budget is None and not isinstance(_run(plain, True), str):  # a budget may keep other regions
+    # A budget may keep other regions; and replay may go further, to what was modified meanwhile.
+    if program.budget is None and program.later is None and not isinstance(_run(plain, True), str):
         found = _run(program, True)
         assert not isinstance(found, str), f"a policy by price brings {found}"
     found = _judge(program)
