@@ -118,8 +118,8 @@ class Running(ABC):
         self.last = sequence_number()
 
     def note_handle(self, call: Call, outputs: Sequence[Tensor]) -> None:
-        """Note an op with a handle that has run inside; only a native region has some."""
-        raise NotImplementedError
+        """Note an op with a handle that has run inside: of any call but a native region it is a part like any other."""
+        return
 
     def let_go(self) -> None:
         """Let go of arguments and variables, once the call is over: the region may be done with them."""
