@@ -287,6 +287,22 @@ def test_mode_that_raises_in_each_op_leaves_nothing_behind():
         assert len(live_regions()) == before
 
 
+@pytest.mark.parametrize("policy", [None, [torch.cos]])
+def test_result_of_a_call_dies_with_a_forward_that_raises(policy):
+    escaped, made = [], []
+
+    def block(x):
+        escaped.append(x.exp())  # whose graph owns the region
+        result = remat.op(torch.cos, "kept")(x) if policy is None else torch.cos(x)
+        made.extend(watch(result))
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        remat.checkpoint(policy=policy)(block)(leaf(3) * 2)
+    assert escaped
+    assert alive(made) == 0
+
+
 def test_unneeded_values_of_replay_die_at_once():
     made = []
 

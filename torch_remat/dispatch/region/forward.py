@@ -504,6 +504,7 @@ class Recording(RematMode):
                     holder = known() if type(known) is ref else None
                     if holder is not None and holder.value is not None:
                         holder.value = holder.value.detach()
+            self.region.tape.forget_slots()
         self._casts.clear()
         self.region.inputs.end_forward()
         if self.ops is not None:
