@@ -772,7 +772,7 @@ MUTANTS = (
         "list(parts)",
     ),
     Mutant(
-        "storage counted each time", "budgets", "_storages.py",
+        "storage counted each time", "budgets", "_util/storages.py",
         "            self.total += size - self.sizes[key]\n",
         "            self.total += size\n",
     ),

@@ -7,12 +7,12 @@ from torch_remat import policies
 from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
 from torch_remat._handle import get_handle
-from torch_remat._lazy import loaded_on_use
 from torch_remat._names import name_scope
 from torch_remat._native import native_save_region
 from torch_remat._offload import offload_to
 from torch_remat._op import op, recompute_needs_tensor
 from torch_remat._save_names import checkpoint_name, offload_names, save_names
+from torch_remat._util.lazy import loaded_on_use
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.errors import (
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from torch_remat import dtr, testing
     from torch_remat import reports as reports
     from torch_remat._drop_in import drop_in
-    from torch_remat._hugging_face import enable_gradient_checkpointing
-    from torch_remat._modules import checkpoint_modules
-    from torch_remat._save_modules import save_modules
     from torch_remat.budgets.limit import budget
+    from torch_remat.modules.hugging_face import enable_gradient_checkpointing
+    from torch_remat.modules.layers import checkpoint_modules
+    from torch_remat.modules.saved import save_modules
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
     from torch_remat.reports.explain import explain
@@ -95,9 +95,9 @@ __all__ = [
 # What a training step may do without is loaded when it is first asked for: by module, its names.
 _LOADED_ON_USE = {
     "_drop_in": ("drop_in",),
-    "_hugging_face": ("enable_gradient_checkpointing",),
-    "_modules": ("checkpoint_modules",),
-    "_save_modules": ("save_modules",),
+    "modules.hugging_face": ("enable_gradient_checkpointing",),
+    "modules.layers": ("checkpoint_modules",),
+    "modules.saved": ("save_modules",),
     "budgets.limit": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),

@@ -14,7 +14,7 @@ import torch_remat
 from tests.helpers import no_other_regions
 
 MODULES = ["torch_remat", *(found.name for found in pkgutil.walk_packages(torch_remat.__path__, "torch_remat."))]
-NEEDS = {"torch_remat._hugging_face": "transformers"}
+NEEDS = {"torch_remat.modules.hugging_face": "transformers"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])

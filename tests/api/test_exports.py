@@ -36,7 +36,7 @@ def test_classes_of_results_are_found_in_their_rooms():
 
 
 LATER = (
-    *("_drop_in", "_hugging_face", "_modules", "_of_module", "_save_modules"),
+    *("_drop_in", "modules"),
     *("dtr", "testing", "reports", "offload.cpu", "offload.disk"),
 )
 

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
 from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
-from torch_remat._modules import CheckpointedModules
 from torch_remat.errors import PolicyError, UsageError
+from torch_remat.modules.layers import CheckpointedModules
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ top; `plan` makes decisions that last; `curve` shows what memory buys. `agreed` 
 
 from typing import TYPE_CHECKING
 
-from torch_remat._lazy import loaded_on_use
+from torch_remat._util.lazy import loaded_on_use
 
 if TYPE_CHECKING:
     from torch_remat.budgets.budget import Budget

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch_remat._compat import accelerator_type, after_backward, graph_task
-from torch_remat._storages import Ledger
-from torch_remat._text import format_bytes
+from torch_remat._util.storages import Ledger
+from torch_remat._util.text import format_bytes
 from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, bytes_of, plain_region, registers_around

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, strided
 
 from torch_remat._compat import storage_key
-from torch_remat._storages import Ledger, parts_of
+from torch_remat._util.storages import Ledger, parts_of
 from torch_remat.dispatch.holder import Holder, ResidentRef
 from torch_remat.dispatch.region.region import Region
 

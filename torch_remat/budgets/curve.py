@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_remat._compat import accelerator_type, eager_only
-from torch_remat._text import format_bytes
+from torch_remat._util.text import format_bytes
 from torch_remat.budgets.budget import Budget
 from torch_remat.budgets.price import choose, curve
 from torch_remat.budgets.steps import Step

@@ -17,7 +17,7 @@ from weakref import ref
 from torch import Tensor, strided
 
 from torch_remat._compat import collective_counter, graph_task
-from torch_remat._storages import Ledger, parts_of
+from torch_remat._util.storages import Ledger, parts_of
 from torch_remat.budgets.counted import Counted, lock
 from torch_remat.budgets.plain import PLAIN, PlainRegion
 from torch_remat.budgets.steps import Row

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
-from torch_remat._bytes import parse_bytes
 from torch_remat._compat import eager_only
+from torch_remat._util.bytes import parse_bytes
 from torch_remat.budgets.budget import UNLIMITED, Budget
 from torch_remat.errors import UsageError, shown
 

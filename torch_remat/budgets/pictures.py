@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch_remat._text import format_bytes
+from torch_remat._util.text import format_bytes
 from torch_remat.budgets.price import curve
 from torch_remat.budgets.steps import Step
 from torch_remat.reports.pictures import GREY, INK, new_figure

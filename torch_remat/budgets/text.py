@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_remat._text import aligned, format_bytes, plural
+from torch_remat._util.text import aligned, format_bytes, plural
 from torch_remat.budgets.price import Choice
 from torch_remat.budgets.steps import Row, Step, ms_per_mib
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
-from torch_remat._text import format_bytes
+from torch_remat._util.text import format_bytes
 from torch_remat.dtr import _chart
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._pool import Search

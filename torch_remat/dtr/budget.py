@@ -10,9 +10,9 @@ import threading
 
 import torch
 
-from torch_remat._bytes import parse_bytes
 from torch_remat._compat import as_written
-from torch_remat._text import format_bytes
+from torch_remat._util.bytes import parse_bytes
+from torch_remat._util.text import format_bytes
 from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._ops import Cost, Costs

@@ -16,7 +16,7 @@ when it is first needed, and no other.
 
 from typing import TYPE_CHECKING
 
-from torch_remat._lazy import loaded_on_use
+from torch_remat._util.lazy import loaded_on_use
 
 if TYPE_CHECKING:
     from torch_remat.reports.explanation import Explanation

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from torch_remat._kept import Around, Kept, Kind, decisions_of, in_partials, kept_by, parameters_of
-from torch_remat._storages import Memory, Piece, memory_of, pieces_in, tensors_in, viewed_parameter
+from torch_remat._util.storages import Memory, Piece, memory_of, pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.call.result import identity_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name

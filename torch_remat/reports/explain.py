@@ -24,10 +24,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from torch_remat._compat import TorchDispatchMode, as_written, eager_only
-from torch_remat._flops import flops_of
 from torch_remat._kept import Kept, decisions_of, kept_by
 from torch_remat._options import says_form
-from torch_remat._storages import pieces_in, storages_of, tensors_in, viewed_parameter
+from torch_remat._util.flops import flops_of
+from torch_remat._util.storages import pieces_in, storages_of, tensors_in, viewed_parameter
 from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.placeholder import is_placeholder

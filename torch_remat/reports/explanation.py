@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from torch_remat._text import format_bytes, format_flops, plural
+from torch_remat._util.text import format_bytes, format_flops, plural
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.report import Block, Report, format_sum
 

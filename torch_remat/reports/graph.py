@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import Node
 
 from torch_remat._kept import Kind, held_in, in_partials, region_behind
-from torch_remat._storages import pieces_in, tensors_in, viewed_parameter
+from torch_remat._util.storages import pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.region.region import Region
 from torch_remat.reports.data import Counted, KeptTensor, NodeReport, Rows, row_of
 

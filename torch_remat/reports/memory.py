@@ -14,7 +14,7 @@ import torch
 
 from torch_remat._compat import eager_only, node_number
 from torch_remat._kept import Kind, parameters_of
-from torch_remat._text import format_bytes, plural, unit_of
+from torch_remat._util.text import format_bytes, plural, unit_of
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import UsageError

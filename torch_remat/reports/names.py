@@ -10,11 +10,11 @@ import torch
 from torch.nn import Module
 
 from torch_remat._compat import as_written, eager_only
-from torch_remat._flops import flops_of
 from torch_remat._options import says_form
-from torch_remat._storages import tensors_in
-from torch_remat._table import Table
-from torch_remat._text import aligned, plural
+from torch_remat._util.flops import flops_of
+from torch_remat._util.storages import tensors_in
+from torch_remat._util.table import Table
+from torch_remat._util.text import aligned, plural
 from torch_remat.dispatch.call.functions import Census
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.naming import default_name

@@ -19,8 +19,8 @@ import torch
 from torch.nn import Module, ModuleList
 
 from torch_remat._compat import accelerator_type, attach_oom_observer
-from torch_remat._storages import tensors_in
-from torch_remat._text import format_bytes
+from torch_remat._util.storages import tensors_in
+from torch_remat._util.text import format_bytes
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.reports.memory import memory_report
 

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torch_remat._text import aligned, format_bytes
+from torch_remat._util.text import aligned, format_bytes
 from torch_remat.reports.pictures import finished
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import ProfilerActivity, profile
 
 from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
-from torch_remat._text import format_bytes, unit_of
+from torch_remat._util.text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure

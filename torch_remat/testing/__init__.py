@@ -6,7 +6,7 @@ listing      the collectives of a block, and where those of several processes pa
 
 from typing import TYPE_CHECKING
 
-from torch_remat._lazy import loaded_on_use
+from torch_remat._util.lazy import loaded_on_use
 
 if TYPE_CHECKING:
     from torch_remat.testing.listing import Collective, Collectives, collectives, compare_collectives

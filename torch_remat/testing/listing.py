@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from torch_remat._compat import DispatchMode, graph_task, ranks_of_group
-from torch_remat._table import Table
-from torch_remat._text import aligned, format_bytes, plural
+from torch_remat._util.table import Table
+from torch_remat._util.text import aligned, format_bytes, plural
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import UsageError
 from torch_remat.policies.collectives import is_collective

@@ -18,7 +18,7 @@ import torch_remat as remat
 from tests.features.reports.blocks import block, op
 from tests.handle_ops import RECOMPUTE, SAVE, Affine, Both, Result, SinCos
 from tests.helpers import alive, checkpointed, collector_off, leaf, watch
-from torch_remat._text import format_bytes
+from torch_remat._util.text import format_bytes
 from torch_remat.reports.data import KeptTensor, RegionReport
 from torch_remat.reports.fold import fold
 

@@ -20,9 +20,9 @@ from torch.nn import Module
 
 from torch_remat._compat import WRAPPED_BY_COMPILE
 from torch_remat._compiled import compiled_part
-from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, shown
+from torch_remat.modules.patterns import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat.policies.decision import CheckpointPolicy, Decision
 from torch_remat.policies.given import as_policy
 from torch_remat.policies.policy import Decider, OpContext, OpPolicy

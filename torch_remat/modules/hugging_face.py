@@ -12,10 +12,10 @@ from torch.nn import Module
 
 from torch_remat._checkpoint import require_values, with_policy
 from torch_remat._drop_in import DropIn
-from torch_remat._of_module import OfModule
 from torch_remat._options import LayerOptions, require_options
-from torch_remat._save_modules import modules_policies
 from torch_remat.errors import UsageError, warn
+from torch_remat.modules.patterns import OfModule
+from torch_remat.modules.saved import modules_policies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

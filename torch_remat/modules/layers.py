@@ -11,10 +11,10 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._checkpoint import checkpoint, require_values, with_policy
-from torch_remat._of_module import OfModule, Pattern, callable_modules, matches, near, told
 from torch_remat._options import ModulesOptions, require_options, says_form
-from torch_remat._save_modules import ModulesPolicy, modules_policies
 from torch_remat.errors import UsageError, shown
+from torch_remat.modules.patterns import OfModule, Pattern, callable_modules, matches, near, told
+from torch_remat.modules.saved import ModulesPolicy, modules_policies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
