@@ -238,7 +238,7 @@ def plot_model(axes: Any, result: dict[str, Any]) -> None:
         axes.plot(*zip(*points, strict=True), look, color=colour, label=label, linewidth=2, markersize=7)
     axes.plot(*spots[SAC], "D", color=ORANGE, markersize=9, label="torch's selective checkpointing of products")
     axes.plot(*spots[NONE], "o", color="#222222", markersize=9, label="no checkpointing", zorder=5)
-    axes.set_title(result["model"], fontsize=13)
+    axes.set_title(f"{result['model']}: one training step", fontsize=13)
     axes.set_xlabel("MiB kept for backward", fontsize=13)
     axes.set_ylabel("a step takes longer by, %", fontsize=13)
     axes.set_ylim(bottom=-1)
