@@ -61,10 +61,10 @@ from torch_remat.dtr._ops import (
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._ranks import refuse_op, refuse_type
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
-from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, foreign_thread, make_tensor
+from torch_remat.dtr._tensor import EvictableTensor, SavedTensor, make_tensor, not_active
 from torch_remat.errors import RematError
 
-_OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
+_OURS = frozenset((EvictableTensor, SavedTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be recomputed is pinned, as gradients of shared weights are
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
@@ -87,7 +87,6 @@ class BlockRuntime(DispatchMode):
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
         self.thread = get_ident()
         self.recorder: Any = None
-        self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -350,7 +349,7 @@ class BlockRuntime(DispatchMode):
         """Return a plain tensor with the data of one of the block's; one that is shared stays where it is."""
         assert type(tensor) is EvictableTensor
         if get_ident() != self.thread:
-            raise foreign_thread(reader)
+            raise not_active(reader)
         storage = tensor._handle.buffer.storage
         with without_dispatch_modes(), below_autograd(), self.memory.held([storage]):
             if share:
@@ -376,10 +375,10 @@ class BlockRuntime(DispatchMode):
                 alive = [weak() for weak in list(self.tensors.values())]
                 leaving: list[torch.Tensor] = [tensor for tensor in alive if tensor is not None]
                 failure = make_plain(memory, leaving) or failure
-                self.left = [ref(tensor) for tensor in leaving if type(tensor) in (LeftTensor, LostTensor)]
                 break
             except BaseException as error:
                 failure = failure or error
+        self.thread = 0  # of nobody
         for storage in memory.storages:
             storage.op = None
             storage.children.clear()
@@ -396,7 +395,7 @@ class BlockRuntime(DispatchMode):
 
     def _own(self, tensor: EvictableTensor) -> None:
         if tensor._handle.buffer.owner is not self:
-            raise foreign_thread("an op")
+            raise not_active("an op")
 
     def _take(self, value: Any, found: Found) -> Any:
         """Return what a recorded op keeps of an argument."""
@@ -404,7 +403,7 @@ class BlockRuntime(DispatchMode):
         if form is EvictableTensor:
             handle = value._handle
             if handle.buffer.owner is not self:
-                raise foreign_thread("an op")
+                raise not_active("an op")
             handle.used = True
             storage = handle.buffer.storage
             found.tensors.append(value)

@@ -75,14 +75,6 @@ class Runtime:
         """`total_compute` over `base_compute`; 1 where nothing ran."""
         return self.total_compute / self.base_compute if self.base_compute else 1.0
 
-    @property
-    def left(self) -> list[torch.Tensor]:
-        """Tensors, still alive, that could not be made plain when the block ended: each is a `LeftTensor`.
-
-        After an error at the end of the block also those without data, each a `LostTensor`.
-        """
-        return [tensor for weak in self._block.left if (tensor := weak()) is not None]
-
     def report(self) -> str:
         """Say in a few lines what the block did."""
         memory, limit = self._memory, self.budget_bytes
@@ -92,8 +84,6 @@ class Runtime:
             f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
             f"compute x{self.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
         ]
-        if left := len(self.left):
-            lines.append(f"{left:,} tensors are not plain after the block: see Runtime.left")
         most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
         if most:
             width = max(len(name) for name, _ in most)
