@@ -49,8 +49,7 @@ def record(path: str | Path) -> Iterator[Runtime]:
     with ExitStack() as stack:
         writer = stack.enter_context(LogWriter(path))
         if runtime is None:
-            runtime = own = Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured")))._begin()
-            stack.push(lambda kind, error, trace: own._end(error))
+            runtime = stack.enter_context(Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured"))))
         block = runtime._block
         block.recorder = Recorder(writer, seconds=runtime._memory.costs.measured)
         stack.callback(setattr, block, "recorder", None)
