@@ -141,7 +141,9 @@ class BlockRuntime(DispatchMode):
         buffer = base._handle.buffer
         made = [self._alias(buffer, leaf) for leaf in leaves(result)]
         if self.recorder is not None:
-            self.recorder.viewed(kind_of(func), base, made)
+            found = Found(kind_of(func))
+            found.tensors = [base]
+            self.recorder.ran(kind_of(func), found, made)
         return made[0] if isinstance(result, torch.Tensor) else refilled(result, iter(made))
 
     def reshape(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -175,10 +177,7 @@ class BlockRuntime(DispatchMode):
                 result, cost, _ = self._run(op, NO_ROOTS)
                 made = self._hand(op, result) if gradient else self._results(op, result, found, cost)
         if self.recorder is not None:
-            if gradient:
-                self.recorder.handed(kind, found, made)
-            else:
-                self.recorder.ran(kind, found, made, cost)
+            self.recorder.ran(kind, found, made, cost)
         return made
 
     def write(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -216,7 +215,7 @@ class BlockRuntime(DispatchMode):
                     if type(const := op.args[at]) is Const:
                         op.args[at] = Spare(const.tensor.shape, const.tensor.dtype, const.tensor.device)
         if self.recorder is not None:
-            self.recorder.wrote(kind, found, targets, made, cost)
+            self.recorder.ran(kind, found, made, cost, targets)
         return made
 
     def _record(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, Found]:
