@@ -65,7 +65,7 @@ def value_of(tensor: EvictableTensor) -> torch.Tensor:
     """Return the value of a resident tensor."""
     handle = tensor._handle
     storage = handle.buffer.storage
-    return storage.data() if handle.place is None else storage.at(handle.place)
+    return storage.data() if handle.place is None else derive(storage.data(), handle.place)
 
 
 def _fill(tensor: EvictableTensor) -> None:

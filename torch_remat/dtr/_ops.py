@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -177,14 +177,6 @@ class Const:
         return tensor
 
 
-class Spare(NamedTuple):
-    """Stands for the running statistics that a batch norm in training writes: a second run writes somewhere else."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Known:
     """What earlier runs of an op at the same shapes have told."""
 
@@ -330,9 +322,7 @@ class Op:
     def given(self, roots: Mapping[Version, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments as the op gets them; its inputs are resident."""
         kind = self.kind
-        args = [one.tensor if type(one) is Version and not roots else plain(one, kind, roots) for one in self.args]
-        if not self.kwargs:
-            return args, {}
+        args = [plain(one, kind, roots) for one in self.args]
         return args, {name: plain(value, kind, roots) for name, value in self.kwargs.items()}
 
     def made(self, result: Sequence[Any], roots: Mapping[Version, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -375,10 +365,10 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> A
         return roots.get(argument, argument.tensor)
     if form is Alias:
         storage, place = argument
-        return derive(roots[storage], place) if storage in roots else storage.at(place)
+        return derive(roots[storage] if storage in roots else storage.data(), place)
     if form is Const:
         return argument.value(kind.name)
-    if form is Spare:
+    if form is Look:
         return torch.zeros(argument.shape, dtype=argument.dtype, device=argument.device)
     if form is list or form is tuple:
         return form([plain(part, kind, roots) for part in argument])

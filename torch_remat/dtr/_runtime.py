@@ -47,7 +47,6 @@ from torch_remat.dtr._ops import (
     Known,
     Look,
     Op,
-    Spare,
     adds_many,
     bytes_on_meta,
     generators,
@@ -67,6 +66,7 @@ from torch_remat.errors import RematError
 _OURS = frozenset((EvictableTensor, SavedTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be recomputed is pinned, as gradients of shared weights are
+_GRADIENT = "the gradient of a leaf"
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
 
 
@@ -208,12 +208,13 @@ class BlockRuntime(DispatchMode):
                 for tensor, value in zip(leaves(tensors), leaves(values), strict=True):
                     if type(tensor) is EvictableTensor:
                         self._follow(tensor, value, kind)
-            returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
-            made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
             if trains:
                 for at in (3, 4):
-                    if type(const := op.args[at]) is Const:
-                        op.args[at] = Spare(const.tensor.shape, const.tensor.dtype, const.tensor.device)
+                    if type(const := op.args[at]) is Const:  # a second run writes its statistics somewhere else
+                        op.args[at] = look_of(const.tensor)
+                        op.consts = [one for one in op.consts if one is not const]
+            returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
+            made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
         if self.recorder is not None:
             self.recorder.ran(kind, found, made, cost, targets)
         return made
@@ -253,16 +254,24 @@ class BlockRuntime(DispatchMode):
         return result, cost, given
 
     def _hand(self, op: Op, result: Any) -> Any:
-        """Count the gradient of a leaf, which is new, or a storage of the block."""
-        if not op.kind.view and result.layout is torch.strided:
-            self.memory.count(result, "the gradient of a leaf")
-        elif op.inputs:
-            self.memory.hand_over(op.inputs[0])
+        """Return the gradient of a leaf, which is new, or a storage of the block that recorded ops do not read."""
+        if result.layout is not torch.strided:
+            return result
+        if op.kind.view and op.inputs:
+            storage = op.inputs[0]
+            if storage.users:
+                result = copy_memory(result)
+            else:
+                self.memory.pin(storage, _GRADIENT)
+                self.memory.grow(-storage.size_bytes)
+                storage.size_bytes = 0
+        self.memory.count(result, _GRADIENT)
         return result
 
     def _of_gradients(self, found: Found) -> str:
-        """Return why an op must not run again that read a plain gradient, empty if it did not."""
-        if any(const.address in self.memory.handed for const in found.consts):
+        """Return why an op must not run again that read the gradient of a leaf, empty if it did not."""
+        plain = self.memory.plain
+        if any(const.address in plain for const in found.consts) or any(one.pin == _GRADIENT for one in found.inputs):
             return "made from the gradient of a leaf"
         return ""
 
@@ -383,7 +392,7 @@ class BlockRuntime(DispatchMode):
             storage.children.clear()
             storage.note = None
         memory.storages.clear()
-        memory.handed.clear()
+        memory.plain.clear()
         memory.pool = ScanPool(memory.heuristic)
         memory.readers.clear()
         self.tensors.clear()
@@ -440,7 +449,7 @@ class BlockRuntime(DispatchMode):
             if changed is not None and storage.place >= 0:
                 changed.add(storage.place)
         if not pin:
-            pin = self._of_gradients(found) if memory.handed else ""
+            pin = self._of_gradients(found) if memory.plain else ""
             if op.kind.adds and graph_task() >= 0 and adds_many(op):
                 pin = "a sum of many gradients"
         known = op.known
