@@ -112,10 +112,6 @@ class BlockMemory(Memory):
         storage.op = op
         storage.parents = op.inputs
         op.outputs.append(storage)
-        if not op.alive:
-            for parent in op.inputs:
-                parent.users += 1
-        op.alive += 1
         for parent in op.inputs:
             parent.children[storage] = None
 
@@ -126,15 +122,11 @@ class BlockMemory(Memory):
         if op is None:
             return ()
         op.outputs[op.outputs.index(storage) if len(op.outputs) > 1 else 0] = None
-        op.alive -= 1
         for one in op.inputs:
             one.children.pop(storage, None)
-        if op.alive:
-            return ()
-        op.args, op.kwargs, op.consts, op.gone = [], {}, (), True
-        for one in op.inputs:
-            one.users -= 1
-        return [one for one in op.inputs if not one.users]
+        if not op.alive:
+            op.args, op.kwargs, op.consts = [], {}, ()
+        return [one for one in op.inputs if not one.is_read]
 
     def pin(self, storage: Version, why: str) -> None:
         """Keep a resident storage for good, and forget how it was made."""
@@ -184,7 +176,7 @@ class BlockMemory(Memory):
                 if storage.locks == 1 and not storage.pin:
                     spent.append(storage)
                     roots[storage] = data
-                elif storage.pin and not storage.users:
+                elif storage.pin and not storage.is_read:
                     roots[storage] = data  # nothing reads the old version
                 else:
                     self.reserve(storage.size_bytes, asker)
@@ -203,12 +195,12 @@ class BlockMemory(Memory):
             readers = self.readers.setdefault(const.address, [])
             readers.append(op)
             if len(readers) % _PRUNE == 0:
-                readers[:] = [reader for reader in readers if not reader.gone]
+                readers[:] = [reader for reader in readers if reader.alive]
 
     def before_write(self, target: torch.Tensor) -> None:
         """Let the ops that have read a tensor created outside read a copy, before it is written."""
         address = storage_key(target)
-        readers = [op for op in self.readers.pop(address, ()) if not op.gone]
+        readers = [op for op in self.readers.pop(address, ()) if op.alive]
         if readers:
             self.reserve(target.untyped_storage().nbytes(), "a copy of a tensor created outside the block")
             copied = copy_memory(target)

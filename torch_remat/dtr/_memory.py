@@ -156,7 +156,7 @@ class Memory:
             storage.locks -= 1
             if not storage.locks:
                 self.offer(storage)
-                if not (storage.names or storage.users):
+                if not (storage.names or storage.is_read):
                     self.remove([storage])
 
     def pin(self, storage: Any, why: str) -> None:
@@ -179,7 +179,7 @@ class Memory:
         """Do what deallocation says, where the program can no longer reach a storage."""
         if storage.names or storage.locks:
             return
-        if not storage.users or self.deallocation == "banish":
+        if not storage.is_read or self.deallocation == "banish":
             self.remove([storage])
         elif self.deallocation == "eager" and storage.resident and not storage.pin:
             self.evict(storage)
@@ -191,7 +191,7 @@ class Memory:
             one = todo.pop()
             if one.names or one.locks or one not in self.storages:
                 continue
-            if one.users and not (banishes and not any(child.misses(one) for child in one.children)):
+            if one.is_read and not (banishes and not any(child.misses(one) for child in one.children)):
                 continue
             del self.storages[one]
             self.pool.discard(one)

@@ -259,7 +259,7 @@ class BlockRuntime(DispatchMode):
             return result
         if op.kind.view and op.inputs:
             storage = op.inputs[0]
-            if storage.users:
+            if storage.is_read:
                 result = copy_memory(result)
             else:
                 self.memory.pin(storage, _GRADIENT)
@@ -344,7 +344,7 @@ class BlockRuntime(DispatchMode):
     def _settle(self, buffer: Buffer, why: str) -> None:
         """Pin the present version of a buffer where it is; one that recorded ops read becomes a version of its own."""
         storage = buffer.storage
-        if storage.users:
+        if storage.is_read:
             self.memory.reserve(storage.size_bytes, why)
             new = Version(copy_memory(storage.data()), storage.size_bytes, 0.0, self.memory.clock, why)
             buffer.storage = new

@@ -120,7 +120,7 @@ class _LogStorage(Storage):
 
     names = 0
     storage: Any = None  # itself: looked up often
-    users = 1  # a log's op can run again until the log ends
+    is_read = True  # a log's op can run again until the log ends
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
