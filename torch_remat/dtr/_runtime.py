@@ -32,7 +32,6 @@ from torch_remat._compat import (
     current_node,
     graph_task,
     make_subclass,
-    make_wrapper_subclass,
     storage_key,
     without_dispatch_modes,
 )
@@ -461,22 +460,13 @@ class BlockRuntime(DispatchMode):
                 and look.stride == result.stride()
                 and look.dtype is result.dtype
             ):
-                storage = Version(result, size, cost, clock)
-                memory.link(op, storage)
-                memory.born(storage)
-                if op.consts:
-                    self.memory.watch(op)
-                offset = result.storage_offset()
-                made = make_wrapper_subclass(
-                    EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
-                )
-                handle = made._handle = Handle(Buffer(storage, self), None, look)
-                self.tensors[id(handle)] = ref(made)
+                made = self._new(op, result, size, look, cost)
+                memory.watch(op)
                 return made
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
-        memory, known = self.memory, op.known
+        known = op.known
         buffers: dict[int, Buffer | None] = {const.address: None for const in found.consts}
         for tensor in found.tensors:
             root = tensor._handle.buffer.storage.tensor
@@ -499,20 +489,10 @@ class BlockRuntime(DispatchMode):
                 buffer = buffers[address]
                 made.append(leaf if buffer is None else self._alias(buffer, leaf))
                 continue
-            size = leaf.untyped_storage().nbytes()
-            storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
             fresh[-1] = True
-            if not storage.pin:
-                self.memory.link(op, storage)
-            else:
-                op.outputs.append(None)
-            memory.born(storage)
-            look = look_of(leaf)
-            buffer = buffers[address] = Buffer(storage, self)
-            whole: EvictableTensor = make_tensor(leaf)
-            made.append(whole)
-            handle = whole._handle = Handle(buffer, None, look)
-            self.tensors[id(handle)] = ref(whole)
+            size, look = leaf.untyped_storage().nbytes(), look_of(leaf)
+            made.append(self._new(op, leaf, size, look, cost, pin or ("too small to evict" if size <= _TINY else "")))
+            buffers[address] = made[-1]._handle.buffer
             outputs.append((size, look))
         known.bytes = sum(size for size, _ in outputs)
         known.outputs = outputs
@@ -522,6 +502,19 @@ class BlockRuntime(DispatchMode):
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
+
+    def _new(self, op: Op, leaf: torch.Tensor, size: int, look: Look, cost: float, pin: str = "") -> EvictableTensor:
+        """Return a tensor of the block for a new result."""
+        storage = Version(leaf, size, cost, self.memory.clock, pin)
+        if pin:
+            op.outputs.append(None)
+        else:
+            self.memory.link(op, storage)
+        self.memory.born(storage)
+        made: EvictableTensor = make_tensor(leaf)
+        handle = made._handle = Handle(Buffer(storage, self), None, look)
+        self.tensors[id(handle)] = ref(made)
+        return made
 
     def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
         """Return a tensor that has the place in a buffer that another one has."""

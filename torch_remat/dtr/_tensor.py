@@ -69,10 +69,6 @@ class EvictableTensor(torch.Tensor):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self._read("numpy", share=True).numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
-
     def data_ptr(self) -> int:
         """Return the address of the data, which are not evicted from now on."""
         return self._read("data_ptr", share=True).data_ptr()
