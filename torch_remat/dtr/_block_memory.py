@@ -135,9 +135,11 @@ class BlockMemory(Memory):
 
     def count(self, tensor: torch.Tensor, why: str) -> None:
         """Count a plain tensor that the block made, while it lives."""
-        memory = tensor.untyped_storage()
+        memory, address = tensor.untyped_storage(), storage_key(tensor)
+        if (before := self.plain.pop(address, None)) is not None:  # the same memory, or gone
+            self.live -= before.size_bytes
         self.reserve(memory.nbytes(), why)
-        self.plain[storage_key(tensor)] = Plain(StorageWeakRef(memory), memory.nbytes(), why)
+        self.plain[address] = Plain(StorageWeakRef(memory), memory.nbytes(), why)
         self.grow(memory.nbytes())
 
     # Running again
