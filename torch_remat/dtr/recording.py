@@ -38,8 +38,9 @@ def record(path: str | Path) -> Iterator[Runtime]:
         >>> import tempfile
         >>> import torch_remat as remat
         >>> path = tempfile.mkdtemp() + "/step.log"
+        >>> weight = torch.ones(8, requires_grad=True)
         >>> with remat.dtr.record(path):
-        ...     loss = (torch.ones(8, requires_grad=True) * 2).sum()
+        ...     loss = (weight * 2).sum()
         >>> len(remat.dtr.Log.load(path).ops) > 0
         True
     """
