@@ -1,7 +1,6 @@
-"""Records one training step of a small GPT, for the simulator of dynamic rematerialization.
+"""Records one training step of a small GPT and simulates it: overhead by heuristic and budget.
 
 python docs/examples/dtr_step.py step.log
-python -m torch_remat.dtr simulate step.log --heuristics dtr dtr_eq dtr_local lru size msps --plot chart.png
 """
 
 from __future__ import annotations
@@ -27,6 +26,11 @@ def main(path: str) -> None:
                 model(tokens[:, :-1], tokens[:, 1:]).backward()
         else:
             model(tokens[:, :-1], tokens[:, 1:]).backward()
+    log, shares = remat.dtr.Log.load(path), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+    print(" " * 9, *(f"{share:7}" for share in shares))
+    for name in ("dtr", "dtr_eq", "dtr_local", "lru", "size", "msps"):
+        runs = [remat.dtr.simulate(log, share * log.peak_bytes, name) for share in shares]
+        print(f"{name:9}", *(" " * 6 + "-" if run.ran_out or run.stopped else f"{run.overhead:7.2f}" for run in runs))
 
 
 if __name__ == "__main__":

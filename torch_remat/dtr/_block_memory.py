@@ -1,7 +1,7 @@
-"""The memory of a block: it computes what it rematerializes, and counts the gradients that it hands to the program.
+"""The memory of a block: it computes what it rematerializes, and counts the plain tensors that the block made.
 
-It also knows which recorded ops have read tensors that the block did not make. Before such a tensor is written, these
-ops get a copy of what it was, or their results are pinned.
+It also knows which recorded ops have read tensors created outside the block. Before such a tensor is written, these ops
+get a copy of what it was.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from torch_remat.errors import BudgetError
 _PRUNE = 64  # readers of a tensor after which those that are gone are forgotten
 
 
-class Handed(NamedTuple):
-    """The memory of a plain tensor: what it is, and the storage whose data it is while that is read as well."""
+class Plain(NamedTuple):
+    """A plain tensor that the block made, such as the gradient of a leaf."""
 
     memory: StorageWeakRef
     size_bytes: int
     why: str
-    storage: Version | None = None
 
 
 class BlockMemory(Memory):
@@ -42,7 +41,7 @@ class BlockMemory(Memory):
     Attributes:
         soft: Whether to go past the limit rather than fail: while tensors leave the block.
         again: By op: how often it ran again, and what that cost.
-        handed: By address: plain gradients, which are counted while they live.
+        plain: By address: plain tensors that the block made, which are counted while they live.
         readers: By address of a tensor that the block did not make: the recorded ops that read it.
     """
 
@@ -59,7 +58,7 @@ class BlockMemory(Memory):
         self.costs = costs
         self.soft = False
         self.again: dict[str, tuple[int, float]] = {}
-        self.handed: dict[int, Handed] = {}
+        self.plain: dict[int, Plain] = {}
         self.readers: dict[int, list[Op]] = {}
 
     # Room
@@ -70,15 +69,15 @@ class BlockMemory(Memory):
         Raises:
             BudgetError: Nothing is left to evict.
         """
-        if self.live + size_bytes > self.limit and self.handed:
+        if self.live + size_bytes > self.limit and self.plain:
             self.poll()
         super().reserve(size_bytes, asker)
 
     def poll(self) -> None:
         """Stop counting gradients that are gone."""
-        for address, plain in list(self.handed.items()):
+        for address, plain in list(self.plain.items()):
             if plain.memory.expired():
-                del self.handed[address]
+                del self.plain[address]
                 self.live -= plain.size_bytes
 
     def no_room(self, size_bytes: int, asker: str) -> None:
@@ -91,7 +90,7 @@ class BlockMemory(Memory):
                 why = "needed by an op that runs" if storage.locks and not storage.pin else storage.pin
                 made = f", the result of {storage.op.name}" if storage.op is not None else ""
                 pinned.append((storage.size_bytes, f"{why}{made}"))
-        pinned += [(plain.size_bytes, plain.why) for plain in self.handed.values()]
+        pinned += [(plain.size_bytes, plain.why) for plain in self.plain.values()]
         pinned.sort(key=lambda item: -item[0])
         raise BudgetError(
             op=asker, needed_bytes=int(self.live + size_bytes), budget_bytes=int(self.limit), pinned=pinned
@@ -113,10 +112,6 @@ class BlockMemory(Memory):
         storage.op = op
         storage.parents = op.inputs
         op.outputs.append(storage)
-        if not op.alive:
-            for parent in op.inputs:
-                parent.users += 1
-        op.alive += 1
         for parent in op.inputs:
             parent.children[storage] = None
 
@@ -127,50 +122,25 @@ class BlockMemory(Memory):
         if op is None:
             return ()
         op.outputs[op.outputs.index(storage) if len(op.outputs) > 1 else 0] = None
-        op.alive -= 1
         for one in op.inputs:
             one.children.pop(storage, None)
-        if op.alive:
-            return ()
-        op.args, op.kwargs, op.consts, op.gone = [], {}, (), True
-        for one in op.inputs:
-            one.users -= 1
-        return [one for one in op.inputs if not one.users]
+        if not op.alive:
+            op.args, op.kwargs, op.consts = [], {}, ()
+        return [one for one in op.inputs if not one.is_read]
 
     def pin(self, storage: Version, why: str) -> None:
         """Keep a resident storage for good, and forget how it was made."""
         super().pin(storage, why)
         self.remove([*self.cut(storage)])
 
-    # Gradients
-
-    def hand_over(self, storage: Version) -> None:
-        """Give the data of a resident storage to a plain gradient, which is counted while it lives."""
-        why = "the gradient of a leaf"
-        self.pin(storage, why)
-        data = storage.data()
-        memory = StorageWeakRef(data.untyped_storage())
-        self.handed[storage_key(data)] = Handed(memory, storage.size_bytes, why, storage)
-        storage.size_bytes = 0
-
     def count(self, tensor: torch.Tensor, why: str) -> None:
         """Count a plain tensor that the block made, while it lives."""
-        memory = tensor.untyped_storage()
+        memory, address = tensor.untyped_storage(), storage_key(tensor)
+        if (before := self.plain.pop(address, None)) is not None:  # the same memory, or gone
+            self.live -= before.size_bytes
         self.reserve(memory.nbytes(), why)
-        self.handed[storage_key(tensor)] = Handed(StorageWeakRef(memory), memory.nbytes(), why)
+        self.plain[address] = Plain(StorageWeakRef(memory), memory.nbytes(), why)
         self.grow(memory.nbytes())
-
-    def take_back(self, address: int) -> None:
-        """Copy the data of a handed-over storage that others still read, before the gradient is written."""
-        plain = self.handed.get(address)
-        storage = plain and plain.storage
-        if plain is None or storage is None or storage not in self.storages:
-            return
-        self.reserve(plain.size_bytes, "a write to a gradient")
-        storage.fill(copy_memory(storage.data()))
-        storage.size_bytes = plain.size_bytes
-        self.grow(plain.size_bytes)
-        self.handed[address] = plain._replace(storage=None)
 
     # Running again
 
@@ -208,7 +178,7 @@ class BlockMemory(Memory):
                 if storage.locks == 1 and not storage.pin:
                     spent.append(storage)
                     roots[storage] = data
-                elif storage.pin and not storage.users:
+                elif storage.pin and not storage.is_read:
                     roots[storage] = data  # nothing reads the old version
                 else:
                     self.reserve(storage.size_bytes, asker)
@@ -227,40 +197,18 @@ class BlockMemory(Memory):
             readers = self.readers.setdefault(const.address, [])
             readers.append(op)
             if len(readers) % _PRUNE == 0:
-                readers[:] = [reader for reader in readers if not reader.gone]
+                readers[:] = [reader for reader in readers if reader.alive]
 
     def before_write(self, target: torch.Tensor) -> None:
-        """Ensure that no op that read a tensor created outside reads what is to be written to it."""
+        """Let the ops that have read a tensor created outside read a copy, before it is written."""
         address = storage_key(target)
-        self.take_back(address)
-        readers = [op for op in self.readers.pop(address, ()) if not op.gone]
-        if not readers:
-            return
-        dependents = _reachable(readers)
-        size = target.untyped_storage().nbytes()
-        if sum(one.size_bytes for one in dependents) <= size:
-            for one in dependents:
-                with self.held([one]):
-                    self.pin(one, "computed from a tensor created outside the block that was modified since")
-            readers = [op for op in readers if not op.gone]
+        readers = [op for op in self.readers.pop(address, ()) if op.alive]
         if readers:
-            self.reserve(size, "a copy of a tensor created outside the block that is modified")
+            self.reserve(target.untyped_storage().nbytes(), "a copy of a tensor created outside the block")
             copied = copy_memory(target)
             self.count(copied, "what a tensor created outside the block was before it was modified")
             for op in readers:
                 _redirect(op, address, copied)
-
-
-def _reachable(ops: Sequence[Op]) -> list[Version]:
-    """Return the storages that depend on some ops and that the program, or an op that runs, can reach."""
-    todo = [one for op in ops for one in op.outputs if one is not None]
-    seen = dict.fromkeys(todo)
-    for one in todo:
-        for child in one.children:
-            if child not in seen:
-                seen[child] = None
-                todo.append(child)
-    return [one for one in seen if one.names or one.locks]
 
 
 def _redirect(op: Op, address: int, copied: torch.Tensor) -> None:

@@ -30,11 +30,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch_remat.dtr._pool import Search, make_pool
 from torch_remat.dtr.heuristics import Heuristic, Storage, unknown_name
-from torch_remat.errors import BudgetError
 
 Deallocation: TypeAlias = Literal["eager", "ignore", "banish"]
-
-_PATIENCE = 16  # how often ops that wait for an input unlock the others, before a budget is too small
 
 
 class RunOutError(Exception):
@@ -52,14 +49,6 @@ class View:
     def fill(self, data: Any) -> None:
         """Be there."""
         self.resident = True
-
-
-@dataclass(eq=False, slots=True)
-class _Frame:
-    """An op that is to run, and its missing inputs, the next one last; it holds the others."""
-
-    op: Any
-    missing: list[Any] | None = None  # until it begins
 
 
 class Memory:
@@ -167,7 +156,7 @@ class Memory:
             storage.locks -= 1
             if not storage.locks:
                 self.offer(storage)
-                if not (storage.names or storage.users):
+                if not (storage.names or storage.is_read):
                     self.remove([storage])
 
     def pin(self, storage: Any, why: str) -> None:
@@ -190,7 +179,7 @@ class Memory:
         """Do what deallocation says, where the program can no longer reach a storage."""
         if storage.names or storage.locks:
             return
-        if not storage.users or self.deallocation == "banish":
+        if not storage.is_read or self.deallocation == "banish":
             self.remove([storage])
         elif self.deallocation == "eager" and storage.resident and not storage.pin:
             self.evict(storage)
@@ -202,7 +191,7 @@ class Memory:
             one = todo.pop()
             if one.names or one.locks or one not in self.storages:
                 continue
-            if one.users and not (banishes and not any(child.misses(one) for child in one.children)):
+            if one.is_read and not (banishes and not any(child.misses(one) for child in one.children)):
                 continue
             del self.storages[one]
             self.pool.discard(one)
@@ -239,38 +228,30 @@ class Memory:
     def perform(self, op: Any) -> None:
         """Run an op, and before it those that make its missing inputs; see NOTE [Running an op].
 
-        Each op on the stack holds its inputs until it runs. Where that leaves no room for the one that runs now, the
-        others unlock theirs and begin anew when it is their turn: so often at most that it comes to an end.
+        Each op on the stack holds its inputs until it has run.
         """
-        stack, patience = [_Frame(op)], _PATIENCE
+        stack = [(op, self._begin(op))]
         try:
             while stack:
-                frame = stack[-1]
-                op = frame.op
-                missing = self._begin(frame) if frame.missing is None else frame.missing
+                op, missing = stack[-1]
                 while missing and missing[-1].resident:
                     self.lock(missing.pop().storage)
                 if missing:
-                    stack.append(_Frame(missing[-1].op))
+                    stack.append((missing[-1].op, self._begin(missing[-1].op)))
                     continue
-                try:
-                    self._run(op)
-                except BudgetError:
-                    patience -= 1
-                    if not patience or not self._let_go(stack[:-1]):
-                        raise
-                    continue
+                self._run(op)
                 stack.pop()
                 self.unlock(op.inputs)
                 if self.deallocation == "banish":
                     self.remove([tensor.storage for tensor in reversed(op.inputs)])
         finally:
-            if stack:
-                self._let_go(stack)
+            for op, missing in stack:
+                self.unlock([tensor for tensor in op.inputs if tensor not in missing])
 
-    def _begin(self, frame: _Frame) -> list[Any]:
-        missing = frame.missing = []
-        for tensor in frame.op.inputs:
+    def _begin(self, op: Any) -> list[Any]:
+        """Lock the inputs of an op that hold data, and return the others, the next one last."""
+        missing = []
+        for tensor in op.inputs:
             storage = tensor.storage
             storage.last_access = self.clock
             if tensor.resident:
@@ -280,16 +261,6 @@ class Memory:
                 self.pool.touch(storage)
         missing.reverse()
         return missing
-
-    def _let_go(self, stack: Iterable[_Frame]) -> bool:
-        """Unlock the inputs of ops on the stack; return whether there were any."""
-        held = []
-        for frame in stack:
-            if frame.missing is not None:
-                held += [tensor for tensor in frame.op.inputs if tensor not in frame.missing]
-                frame.missing = None
-        self.unlock(held)
-        return bool(held)
 
     def _run(self, op: Any) -> None:
         """Run an op whose inputs are here and locked."""

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -66,7 +66,6 @@ class Kind:
 
     Attributes:
         name: For people: ``aten.mm``.
-        number: Stands for the op in the keys of what was measured.
         view: Whether its results are views of its first argument, and it does nothing else.
         reshapes: Whether it changes only the place of its tensor in its storage, as ``squeeze_`` does.
         factory: Whether it needs nothing but the metadata of its one tensor.
@@ -81,9 +80,8 @@ class Kind:
         higher: Whether it is a higher-order op, which may take anything.
     """
 
-    def __init__(self, op: Any, number: int) -> None:
+    def __init__(self, op: Any) -> None:
         effects = effects_of(op)  # which keeps the op alive, so that its id stays its own
-        self.number = number
         self.higher = getattr(op, "_schema", None) is None
         self.name = str(op).removesuffix(".default") if not self.higher else effects.name
         torchs = effects.namespace in ("aten", "prims", "prim")
@@ -105,7 +103,7 @@ def kind_of(op: Any) -> Kind:
     """Return how to treat an op."""
     kind = _kinds.get(id(op))  # ops hash themselves in Python
     if kind is None:
-        kind = _kinds[id(op)] = Kind(op, len(_kinds))
+        kind = _kinds[id(op)] = Kind(op)
     return kind
 
 
@@ -135,7 +133,7 @@ class Found:
     __slots__ = ("consts", "inputs", "key", "ready", "tensors")
 
     def __init__(self, kind: Kind) -> None:
-        self.key: list[Any] = [kind.number]  # what its results' sizes and its cost depend on
+        self.key: list[Any] = [kind]  # what its results' sizes and its cost depend on
         self.inputs: list[Version] = []  # each once
         self.consts: list[Const] = []
         self.tensors: list[Any] = []  # of the block
@@ -175,14 +173,6 @@ class Const:
                 remedy=remedy,
             )
         return tensor
-
-
-class Spare(NamedTuple):
-    """Stands for the running statistics that a batch norm in training writes: a second run writes somewhere else."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Known:
@@ -250,9 +240,7 @@ class Op:
         inputs: The storages that it read, each once.
         written: Those of them that it wrote; a run begins with a copy, and the first outputs are what came of them.
         outputs: The storages that it made; None for those that are gone.
-        alive: How many of them are not.
         fresh: For each part of its result whether it is one of the outputs behind the written ones.
-        gone: Whether the last output is gone.
         terms: How many terms it adds up, of an addition.
         before: The op whose only result this one wrote, where they run as one: see NOTE [Writes in a row].
         consts: The tensors created outside the block that it read.
@@ -264,12 +252,10 @@ class Op:
     """
 
     # The usual, so that an op sets only what is its own.
-    alive = 0
     before: Op | None = None
     consts: Sequence[Const] = ()
     fresh: Sequence[bool] = (True,)
     dispatch: tuple[Ambient, Any] = (Ambient((), None, None), None)
-    gone = False
     has_run = True
     random: RngState | None = None
     terms = 1
@@ -298,6 +284,11 @@ class Op:
             self.dispatch = (capture_ambient(), dispatch_state())
 
     @property
+    def alive(self) -> bool:
+        """Whether an output is not gone."""
+        return any(self.outputs)
+
+    @property
     def size_bytes(self) -> int:
         """What the results of another run take, but for those that are written into given memory."""
         sizes = [one.size_bytes for one in self.outputs[len(self.written) :] if one is not None]
@@ -306,7 +297,7 @@ class Op:
     def absorb(self, old: Version) -> bool:
         """Become one with the op that made the storage that this one has written; return whether that can be."""
         before = old.op
-        if before is None or old.users or len(before.outputs) != 1 or self.written != (old,):
+        if before is None or old.is_read or len(before.outputs) != 1 or self.written != (old,):
             return False
         inputs = tuple(dict.fromkeys((*before.inputs, *(one for one in self.inputs if one is not old))))
         self.before = copy(before)
@@ -330,9 +321,7 @@ class Op:
     def given(self, roots: Mapping[Version, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments as the op gets them; its inputs are resident."""
         kind = self.kind
-        args = [one.tensor if type(one) is Version and not roots else plain(one, kind, roots) for one in self.args]
-        if not self.kwargs:
-            return args, {}
+        args = [plain(one, kind, roots) for one in self.args]
         return args, {name: plain(value, kind, roots) for name, value in self.kwargs.items()}
 
     def made(self, result: Sequence[Any], roots: Mapping[Version, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -375,10 +364,10 @@ def plain(argument: Any, kind: Kind, roots: Mapping[Version, torch.Tensor]) -> A
         return roots.get(argument, argument.tensor)
     if form is Alias:
         storage, place = argument
-        return derive(roots[storage], place) if storage in roots else storage.at(place)
+        return derive(roots[storage] if storage in roots else storage.data(), place)
     if form is Const:
         return argument.value(kind.name)
-    if form is Spare:
+    if form is Look:
         return torch.zeros(argument.shape, dtype=argument.dtype, device=argument.device)
     if form is list or form is tuple:
         return form([plain(part, kind, roots) for part in argument])

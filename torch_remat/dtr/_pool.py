@@ -98,25 +98,10 @@ class SamplePool(ScanPool):
     def __init__(self, heuristic: Heuristic, seed: int) -> None:
         super().__init__(heuristic)
         self._draw = random.Random(seed)
-        self._storages = []
-
-    def add(self, storage: Storage) -> None:
-        """Put the storage last."""
-        storage.place = len(self._storages)
-        self._storages.append(storage)
-
-    def discard(self, storage: Storage) -> None:
-        """Take the storage out; the last one takes its place."""
-        if storage.place >= 0:
-            last = self._storages.pop()
-            if last is not storage:
-                self._storages[storage.place] = last
-                last.place = storage.place
-            storage.place = -1
 
     def victim(self, clock: float) -> Any:
         """Return the least of a sample."""
-        storages = self._storages
+        storages = list(self._storages)
         wanted = max(_SMALLEST_SAMPLE, math.isqrt(len(storages)))
         if len(storages) > wanted:
             storages = self._draw.sample(storages, wanted)

@@ -32,7 +32,6 @@ from torch_remat._compat import (
     current_node,
     graph_task,
     make_subclass,
-    make_wrapper_subclass,
     storage_key,
     without_dispatch_modes,
 )
@@ -47,7 +46,6 @@ from torch_remat.dtr._ops import (
     Known,
     Look,
     Op,
-    Spare,
     adds_many,
     bytes_on_meta,
     generators,
@@ -61,12 +59,13 @@ from torch_remat.dtr._ops import (
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._ranks import refuse_op, refuse_type
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
-from torch_remat.dtr._tensor import EvictableTensor, LeftTensor, LostTensor, foreign_thread, make_tensor
+from torch_remat.dtr._tensor import EvictableTensor, SavedTensor, make_tensor, not_active
 from torch_remat.errors import RematError
 
-_OURS = frozenset((EvictableTensor, LeftTensor, torch.Tensor, torch.nn.Parameter))
+_OURS = frozenset((EvictableTensor, SavedTensor, torch.Tensor, torch.nn.Parameter))
 _DETACH = torch.ops.aten.detach.default
 _MOST_INPUTS = 8  # of writes in a row; what needs more to be recomputed is pinned, as gradients of shared weights are
+_GRADIENT = "the gradient of a leaf"
 _TINY = 8  # bytes of what is pinned: a loss gains nothing by eviction, and would keep all that it depends on known
 
 
@@ -87,7 +86,6 @@ class BlockRuntime(DispatchMode):
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
         self.thread = get_ident()
         self.recorder: Any = None
-        self.left: list[ref[torch.Tensor]] = []  # when the block has ended: what could not be made plain
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -142,7 +140,9 @@ class BlockRuntime(DispatchMode):
         buffer = base._handle.buffer
         made = [self._alias(buffer, leaf) for leaf in leaves(result)]
         if self.recorder is not None:
-            self.recorder.viewed(kind_of(func), base, made)
+            found = Found(kind_of(func))
+            found.tensors = [base]
+            self.recorder.ran(kind_of(func), found, made)
         return made[0] if isinstance(result, torch.Tensor) else refilled(result, iter(made))
 
     def reshape(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -176,10 +176,7 @@ class BlockRuntime(DispatchMode):
                 result, cost, _ = self._run(op, NO_ROOTS)
                 made = self._hand(op, result) if gradient else self._results(op, result, found, cost)
         if self.recorder is not None:
-            if gradient:
-                self.recorder.handed(kind, found, made)
-            else:
-                self.recorder.ran(kind, found, made, cost)
+            self.recorder.ran(kind, found, made, cost)
         return made
 
     def write(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -210,14 +207,15 @@ class BlockRuntime(DispatchMode):
                 for tensor, value in zip(leaves(tensors), leaves(values), strict=True):
                     if type(tensor) is EvictableTensor:
                         self._follow(tensor, value, kind)
-            returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
-            made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
             if trains:
                 for at in (3, 4):
-                    if type(const := op.args[at]) is Const:
-                        op.args[at] = Spare(const.tensor.shape, const.tensor.dtype, const.tensor.device)
+                    if type(const := op.args[at]) is Const:  # a second run writes its statistics somewhere else
+                        op.args[at] = look_of(const.tensor)
+                        op.consts = [one for one in op.consts if one is not const]
+            returned = kind.returned if type(result) is not tuple or len(result) == len(kind.returned) else ()
+            made = self._results(op, result, found, cost, [passed[at] if at >= 0 else None for at in returned], why)
         if self.recorder is not None:
-            self.recorder.wrote(kind, found, targets, made, cost)
+            self.recorder.ran(kind, found, made, cost, targets)
         return made
 
     def _record(self, kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, Found]:
@@ -255,16 +253,24 @@ class BlockRuntime(DispatchMode):
         return result, cost, given
 
     def _hand(self, op: Op, result: Any) -> Any:
-        """Count the gradient of a leaf, which is new, or a storage of the block."""
-        if not op.kind.view and result.layout is torch.strided:
-            self.memory.count(result, "the gradient of a leaf")
-        elif op.inputs:
-            self.memory.hand_over(op.inputs[0])
+        """Return the gradient of a leaf, which is new, or a storage of the block that recorded ops do not read."""
+        if result.layout is not torch.strided:
+            return result
+        if op.kind.view and op.inputs:
+            storage = op.inputs[0]
+            if storage.is_read:
+                result = copy_memory(result)
+            else:
+                self.memory.pin(storage, _GRADIENT)
+                self.memory.grow(-storage.size_bytes)
+                storage.size_bytes = 0
+        self.memory.count(result, _GRADIENT)
         return result
 
     def _of_gradients(self, found: Found) -> str:
-        """Return why an op must not run again that read a plain gradient, empty if it did not."""
-        if any(const.address in self.memory.handed for const in found.consts):
+        """Return why an op must not run again that read the gradient of a leaf, empty if it did not."""
+        plain = self.memory.plain
+        if any(const.address in plain for const in found.consts) or any(one.pin == _GRADIENT for one in found.inputs):
             return "made from the gradient of a leaf"
         return ""
 
@@ -337,7 +343,7 @@ class BlockRuntime(DispatchMode):
     def _settle(self, buffer: Buffer, why: str) -> None:
         """Pin the present version of a buffer where it is; one that recorded ops read becomes a version of its own."""
         storage = buffer.storage
-        if storage.users:
+        if storage.is_read:
             self.memory.reserve(storage.size_bytes, why)
             new = Version(copy_memory(storage.data()), storage.size_bytes, 0.0, self.memory.clock, why)
             buffer.storage = new
@@ -350,7 +356,7 @@ class BlockRuntime(DispatchMode):
         """Return a plain tensor with the data of one of the block's; one that is shared stays where it is."""
         assert type(tensor) is EvictableTensor
         if get_ident() != self.thread:
-            raise foreign_thread(reader)
+            raise not_active(reader)
         storage = tensor._handle.buffer.storage
         with without_dispatch_modes(), below_autograd(), self.memory.held([storage]):
             if share:
@@ -376,16 +382,16 @@ class BlockRuntime(DispatchMode):
                 alive = [weak() for weak in list(self.tensors.values())]
                 leaving: list[torch.Tensor] = [tensor for tensor in alive if tensor is not None]
                 failure = make_plain(memory, leaving) or failure
-                self.left = [ref(tensor) for tensor in leaving if type(tensor) in (LeftTensor, LostTensor)]
                 break
             except BaseException as error:
                 failure = failure or error
+        self.thread = 0  # of nobody
         for storage in memory.storages:
             storage.op = None
             storage.children.clear()
             storage.note = None
         memory.storages.clear()
-        memory.handed.clear()
+        memory.plain.clear()
         memory.pool = ScanPool(memory.heuristic)
         memory.readers.clear()
         self.tensors.clear()
@@ -396,7 +402,7 @@ class BlockRuntime(DispatchMode):
 
     def _own(self, tensor: EvictableTensor) -> None:
         if tensor._handle.buffer.owner is not self:
-            raise foreign_thread("an op")
+            raise not_active("an op")
 
     def _take(self, value: Any, found: Found) -> Any:
         """Return what a recorded op keeps of an argument."""
@@ -404,7 +410,7 @@ class BlockRuntime(DispatchMode):
         if form is EvictableTensor:
             handle = value._handle
             if handle.buffer.owner is not self:
-                raise foreign_thread("an op")
+                raise not_active("an op")
             handle.used = True
             storage = handle.buffer.storage
             found.tensors.append(value)
@@ -442,7 +448,7 @@ class BlockRuntime(DispatchMode):
             if changed is not None and storage.place >= 0:
                 changed.add(storage.place)
         if not pin:
-            pin = self._of_gradients(found) if memory.handed else ""
+            pin = self._of_gradients(found) if memory.plain else ""
             if op.kind.adds and graph_task() >= 0 and adds_many(op):
                 pin = "a sum of many gradients"
         known = op.known
@@ -454,22 +460,13 @@ class BlockRuntime(DispatchMode):
                 and look.stride == result.stride()
                 and look.dtype is result.dtype
             ):
-                storage = Version(result, size, cost, clock)
-                memory.link(op, storage)
-                memory.born(storage)
-                if op.consts:
-                    self.memory.watch(op)
-                offset = result.storage_offset()
-                made = make_wrapper_subclass(
-                    EvictableTensor, look.shape, look.stride, offset, None, look.dtype, torch.strided, look.device
-                )
-                handle = made._handle = Handle(Buffer(storage, self), None, look)
-                self.tensors[id(handle)] = ref(made)
+                made = self._new(op, result, size, look, cost)
+                memory.watch(op)
                 return made
         return self._any_results(op, result, found, cost, passed, pin)
 
     def _any_results(self, op: Op, result: Any, found: Found, cost: float, passed: Sequence[Any], pin: str) -> Any:
-        memory, known = self.memory, op.known
+        known = op.known
         buffers: dict[int, Buffer | None] = {const.address: None for const in found.consts}
         for tensor in found.tensors:
             root = tensor._handle.buffer.storage.tensor
@@ -492,20 +489,10 @@ class BlockRuntime(DispatchMode):
                 buffer = buffers[address]
                 made.append(leaf if buffer is None else self._alias(buffer, leaf))
                 continue
-            size = leaf.untyped_storage().nbytes()
-            storage = Version(leaf, size, cost, memory.clock, pin or ("too small to evict" if size <= _TINY else ""))
             fresh[-1] = True
-            if not storage.pin:
-                self.memory.link(op, storage)
-            else:
-                op.outputs.append(None)
-            memory.born(storage)
-            look = look_of(leaf)
-            buffer = buffers[address] = Buffer(storage, self)
-            whole: EvictableTensor = make_tensor(leaf)
-            made.append(whole)
-            handle = whole._handle = Handle(buffer, None, look)
-            self.tensors[id(handle)] = ref(whole)
+            size, look = leaf.untyped_storage().nbytes(), look_of(leaf)
+            made.append(self._new(op, leaf, size, look, cost, pin or ("too small to evict" if size <= _TINY else "")))
+            buffers[address] = made[-1]._handle.buffer
             outputs.append((size, look))
         known.bytes = sum(size for size, _ in outputs)
         known.outputs = outputs
@@ -515,6 +502,19 @@ class BlockRuntime(DispatchMode):
         if isinstance(result, (tuple, list)):
             return refilled(result, iter(made))
         return made[0]
+
+    def _new(self, op: Op, leaf: torch.Tensor, size: int, look: Look, cost: float, pin: str = "") -> EvictableTensor:
+        """Return a tensor of the block for a new result."""
+        storage = Version(leaf, size, cost, self.memory.clock, pin)
+        if pin:
+            op.outputs.append(None)
+        else:
+            self.memory.link(op, storage)
+        self.memory.born(storage)
+        made: EvictableTensor = make_tensor(leaf)
+        handle = made._handle = Handle(Buffer(storage, self), None, look)
+        self.tensors[id(handle)] = ref(made)
+        return made
 
     def _alias(self, buffer: Buffer, like: torch.Tensor) -> EvictableTensor:
         """Return a tensor that has the place in a buffer that another one has."""

@@ -31,8 +31,6 @@ class Version(Storage):
         tensor: The data as the op returned it, None while it is evicted.
     """
 
-    aliases: dict[Place, torch.Tensor] | None = None
-
     def __init__(self, tensor: torch.Tensor | None, size_bytes: int, cost: float, clock: float, pin: str = "") -> None:
         self.size_bytes = size_bytes
         self.cost = cost
@@ -50,20 +48,11 @@ class Version(Storage):
 
     def fill(self, data: torch.Tensor) -> None:
         """Hold data."""
-        self.tensor, self.aliases, self.resident = data, None, True
+        self.tensor, self.resident = data, True
 
     def drop(self) -> None:
         """Hold no data."""
-        self.tensor, self.aliases, self.resident = None, None, False
-
-    def at(self, place: Place) -> torch.Tensor:
-        """Return the alias of the data at a place; it must be resident."""
-        if self.aliases is None:
-            self.aliases = {}
-        alias = self.aliases.get(place)
-        if alias is None:
-            alias = self.aliases[place] = derive(self.data(), place)
-        return alias
+        self.tensor, self.resident = None, False
 
 
 class Owner(Protocol):

@@ -25,12 +25,36 @@ _active = threading.local()
 
 
 class Runtime:
-    """A block's runtime: what it has done so far, also after the block."""
+    """The runtime of a block, which `budget` returns: enter it once. It says what the block did, also afterwards."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
         self._block = BlockRuntime(memory)
         self._uncompiled = as_written()
+        self._is_new = True
+
+    def __enter__(self) -> Runtime:
+        if not self._is_new:
+            raise UsageError("a budget is for one block", remedy="Call remat.dtr.budget(...) again.")
+        if active_runtime() is not None:
+            raise UsageError(
+                "a budget inside of a budget: this thread is in the block of one already",
+                remedy="One budget holds for all of a block; end it before the next begins.",
+            )
+        self._is_new = False
+        self._uncompiled.__enter__()
+        self._block.__enter__()
+        _active.runtime = self
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End the block: all that it made becomes plain. What fails meanwhile is raised if the block ended well."""
+        _active.runtime = None
+        self._block.__exit__(None, None, None)
+        self._uncompiled.__exit__(None, None, None)
+        failure = self._block.close()
+        if failure is not None and error is None:
+            raise failure
 
     @property
     def budget_bytes(self) -> int | None:
@@ -75,14 +99,6 @@ class Runtime:
         """`total_compute` over `base_compute`; 1 where nothing ran."""
         return self.total_compute / self.base_compute if self.base_compute else 1.0
 
-    @property
-    def left(self) -> list[torch.Tensor]:
-        """Tensors, still alive, that could not be made plain when the block ended: each is a `LeftTensor`.
-
-        After an error at the end of the block also those without data, each a `LostTensor`.
-        """
-        return [tensor for weak in self._block.left if (tensor := weak()) is not None]
-
     def report(self) -> str:
         """Say in a few lines what the block did."""
         memory, limit = self._memory, self.budget_bytes
@@ -92,8 +108,6 @@ class Runtime:
             f"{memory.evictions:,} evictions, {memory.rematerializations:,} ops run again, "
             f"compute x{self.overhead:.3f} ({type(memory.heuristic).__name__}, {memory.deallocation})",
         ]
-        if left := len(self.left):
-            lines.append(f"{left:,} tensors are not plain after the block: see Runtime.left")
         most = sorted(memory.again.items(), key=lambda item: -item[1][1])[:8]
         if most:
             width = max(len(name) for name, _ in most)
@@ -101,33 +115,21 @@ class Runtime:
             lines += [f"  {name:<{width}}  {count:>8,} times  cost {cost:.6g}" for name, (count, cost) in most]
         return "\n".join(lines)
 
-    def _begin(self) -> Runtime:
-        """Begin the block in this thread, which must be in none."""
-        if active_runtime() is not None:
-            raise UsageError(
-                "a budget inside of a budget: this thread is in the block of one already",
-                remedy="One budget holds for all of a block; end it before the next begins.",
-            )
-        self._uncompiled.__enter__()
-        self._block.__enter__()
-        _active.runtime = self
-        return self
 
-    def _end(self, error: BaseException | None) -> None:
-        """End the block: everything of it becomes plain. Raise what went wrong meanwhile, if it ended well itself."""
-        _active.runtime = None
-        self._block.__exit__(None, None, None)
-        self._uncompiled.__exit__(None, None, None)
-        failure = self._block.close()
-        if failure is not None and error is None:
-            raise failure
-
-
-class budget:
-    """Run a block of code in a budget of bytes, by evicting tensors and computing them again.
+def budget(
+    limit: str | int | float,
+    heuristic: str | type[Heuristic] | Heuristic = "dtr_eq",
+    *,
+    cost: Cost = "measured",
+    deallocation: Deallocation = "eager",
+    search: Search | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Runtime:
+    """Run a block of code in a budget of bytes, by evicting tensors and recomputing them.
 
     Inside the block the results of ops are `EvictableTensor`s. What was there before is constant; gradients of plain
-    leaves are plain; when the block ends, everything that it made and that is still referenced is plain.
+    leaves are plain; when the block ends, everything that it made and that is still referenced becomes plain.
 
     Args:
         limit: Bytes, ``"600 MiB"``, or a float below 1: a share of the device's memory. It counts what the block
@@ -142,7 +144,8 @@ class budget:
         device: The device of which a share is meant.
 
     Raises:
-        UsageError: The limit is zero, negative or nonsense, or a block is active in this thread.
+        UsageError: The limit is zero, negative or nonsense. Of the block: one is active in this thread already, or
+            at its end a tensor cannot become plain.
         BudgetError: Inside the block: an op does not fit, with nothing left to evict.
 
     Example:
@@ -157,32 +160,8 @@ class budget:
         >>> type(weight.grad) is torch.Tensor, runtime.peak_bytes <= 200 * 2**10, runtime.evictions > 0
         (True, True, True)
     """
-
-    def __init__(
-        self,
-        limit: str | int | float,
-        heuristic: str | type[Heuristic] | Heuristic = "dtr_eq",
-        *,
-        cost: Cost = "measured",
-        deallocation: Deallocation = "eager",
-        search: Search | None = None,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self._memory = BlockMemory(
-            parse_bytes(limit, device), resolve(heuristic), Costs(cost), deallocation, search, seed
-        )
-        self._runtime: Runtime | None = None
-
-    def __enter__(self) -> Runtime:
-        if self._runtime is not None:
-            raise UsageError("a budget is for one block", remedy="Call remat.dtr.budget(...) again.")
-        self._runtime = Runtime(self._memory)._begin()
-        return self._runtime
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._runtime is not None
-        self._runtime._end(error)
+    limit_bytes = parse_bytes(limit, device)
+    return Runtime(BlockMemory(limit_bytes, resolve(heuristic), Costs(cost), deallocation, search, seed))
 
 
 def active_runtime() -> Runtime | None:

@@ -37,7 +37,6 @@ class Storage:
         place: The pool's own: where the storage is among those that can be evicted, -1 outside.
         op: What makes it (again).
         views: Its views that are made by ops of their own.
-        users: How many ops that can run again read it.
         names: How many ways the program has to reach it.
         locks: How many running ops need it where it is.
         pin: Why it is never evicted, empty where it can be.
@@ -52,7 +51,6 @@ class Storage:
     pin = ""
     place = -1
     resident = False
-    users = 0
     views: Sequence[Any] = ()
 
     def __init__(self, size_bytes: int, cost: float = 0, clock: float = 0) -> None:
@@ -65,6 +63,11 @@ class Storage:
     def storage(self) -> Any:
         """The storage of the tensor for which it stands."""
         return self
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an op that can run again reads it."""
+        return bool(self.children)
 
     def fill(self, data: Any) -> None:
         """Hold data."""

@@ -21,16 +21,15 @@ from __future__ import annotations
 import enum
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_remat.errors import RematError
 
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _START = "START"
+T = TypeVar("T")
 
 
 class LogError(RematError):
@@ -118,8 +117,8 @@ class Log:
         Raises:
             LogError: A line is broken, or one is missing.
         """
-        records = [_Record(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        starts = [index for index, record in enumerate(records) if record.starts()]
+        records = [(number, _fields(number, line)) for number, line in enumerate(lines, 1) if line.strip()]
+        starts = [at for at, (_, fields) in enumerate(records) if fields.get("ANNOTATION") == _START]
         records = records[starts[-1] :] if starts else records
         log = cls()
         log.lines = len(records)
@@ -129,146 +128,150 @@ class Log:
         return log
 
 
-class _Record:
-    """One line: its number and its fields, each checked when it is read."""
+def _fields(number: int, line: str | bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        raise LogError("it is not JSON", line=number) from None
+    if not isinstance(fields, dict):
+        raise LogError("it is no JSON object", line=number)
+    return fields
 
-    def __init__(self, number: int, line: str | bytes) -> None:
-        self.number = number
-        try:
-            self.fields = json.loads(line)
-        except (ValueError, RecursionError):
-            raise self.broken("it is not JSON") from None
-        if not isinstance(self.fields, dict):
-            raise self.broken("it is no JSON object")
 
-    def broken(self, what: str) -> LogError:
-        return LogError(what, line=self.number)
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
 
-    def starts(self) -> bool:
-        return (self.fields.get("INSTRUCTION"), self.fields.get("ANNOTATION")) == ("ANNOTATE", _START)
 
-    def text(self, field: str) -> str:
-        text: str = self._field(field, str, "text")
-        return text
+def _number(value: Any, least: float = 0) -> float:
+    """Return a number given as such or as text: an int where it is whole."""
+    number = json.loads(value) if isinstance(value, str) else value
+    if type(number) not in (int, float) or not math.isfinite(number) or number < least:
+        raise ValueError
+    return int(number) if number == int(number) else number
 
-    def texts(self, field: str) -> list[str]:
-        texts: list[str] = self._field(field, list, "list")
-        if not all(isinstance(item, str) for item in texts):
-            raise self.broken(f"{field} has an item that is no name: {texts!r}")
-        return texts
 
-    def time(self, field: str) -> float:
-        return self._number(field, self._field(field, object, ""), 0)
+def _whole(value: Any, least: int = 0) -> int:
+    number = _number(value, least)
+    if not isinstance(number, int):
+        raise ValueError
+    return number
 
-    def whole(self, field: str, least: int = 0) -> int:
-        return self._whole(field, self._field(field, object, ""), least)
 
-    def wholes(self, field: str) -> list[int]:
-        return [self._whole(field, item, 0) for item in self._field(field, list, "list")]
-
-    def _field(self, field: str, form: type, name: str) -> Any:
-        if field not in self.fields:
-            raise self.broken(f"it has no field {field}")
-        if not isinstance(self.fields[field], form):
-            raise self.broken(f"{field} is no {name}: {self.fields[field]!r}")
-        return self.fields[field]
-
-    def _whole(self, field: str, value: Any, least: int) -> int:
-        number = self._number(field, value, least)
-        if not isinstance(number, int):
-            raise self.broken(f"{field} is no whole number: {value!r}")
-        return number
-
-    def _number(self, field: str, value: Any, least: int) -> float:
-        """Return a number given as such or as text: an int where it is whole, a finite float else."""
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
-            value = float(value) if set(value) & set(".eE") else int(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.broken(f"{field} is no number: {value!r}")
-        if value < least:
-            raise self.broken(f"{field} is less than {least}: {value}")
-        return int(value) if value == int(value) else value
+def _alias(value: Any) -> int:
+    return _whole(value, -1)
 
 
 class _Reader:
     """Reads records into a log: who is who at each point."""
 
-    def __init__(self, log: Log, records: Sequence[_Record]) -> None:
+    def __init__(self, log: Log, records: Iterable[tuple[int, dict[str, Any]]]) -> None:
         self._log = log
         self._records = iter(records)
-        self._last = records[-1].number if records else 0
+        self._line = 0
+        self._fields: dict[str, Any] = {}  # of the line
         self._tensors: dict[str, int] = {}  # what each name means now
 
     def read(self) -> None:
         """Read all records."""
-        readers: dict[str, Callable[[_Record], Any]] = {
+        readers: dict[str, Callable[[], Any]] = {
             "CONSTANT": self._constant,
             "CALL": self._call,
             "MUTATE": self._mutate,
             "COPY": self._copy,
             "COPY_FROM": self._copy_from,
             "RELEASE": self._release,
-            "ANNOTATE": lambda record: record.text("ANNOTATION"),
+            "ANNOTATE": lambda: self._get("ANNOTATION", _name),
         }
         for record in self._records:
-            kind = record.text("INSTRUCTION")
+            self._line, self._fields = record
+            kind = self._get("INSTRUCTION", _name)
             if kind in ("MEMORY", "ALIAS"):
-                raise record.broken(f"{kind} has no place here: it follows a CONSTANT or the results of a CALL")
+                raise self._broken(f"{kind} has no place here: it follows a CONSTANT or the results of a CALL")
             if kind not in readers:
-                raise record.broken(f"there is no instruction {kind!r}")
-            readers[kind](record)
+                raise self._broken(f"there is no instruction {kind!r}")
+            readers[kind]()
         self._log.named = sorted(set(self._tensors.values()))
 
-    def _constant(self, record: _Record) -> None:
-        name = record.text("NAME")
-        tensor = self._add_tensor(-1, self._next("MEMORY", name).whole("MEMORY"))
+    def _broken(self, what: str) -> LogError:
+        return LogError(what, line=self._line)
+
+    def _get(self, field: str, form: Callable[[Any], T]) -> T:
+        """Return a field of the line in its form."""
+        if field not in self._fields:
+            raise self._broken(f"it has no field {field}")
+        try:
+            return form(self._fields[field])
+        except (ValueError, RecursionError):
+            raise self._broken(f"{field} cannot be {self._fields[field]!r}") from None
+
+    def _all(self, field: str, form: Callable[[Any], T]) -> list[T]:
+        """Return a field of the line that is a list, all parts in one form."""
+        values = self._get(field, lambda value: value)
+        if not isinstance(values, list):
+            raise self._broken(f"{field} is no list: {values!r}")
+        return self._get(field, lambda values: [form(value) for value in values])
+
+    def _next(self, kind: str, name: str, form: Callable[[Any], T]) -> T:
+        """Return what the next record says of a name, which must be of this kind."""
+        record = next(self._records, None)
+        if record is None:
+            raise self._broken(f"the log ends where {kind} of {name!r} should follow")
+        self._line, self._fields = record
+        if self._get("INSTRUCTION", _name) != kind or self._get("NAME", _name) != name:
+            raise self._broken(f"{kind} of {name!r} is missing here")
+        return self._get(kind, form)
+
+    def _constant(self) -> None:
+        name = self._get("NAME", _name)
+        tensor = self._add_tensor(-1, self._next("MEMORY", name, _whole))
         self._log.steps.append((Step.CONSTANT, tensor))
         self._bind(name, tensor)
 
-    def _call(self, record: _Record) -> None:
-        inputs = [self._tensor(record, name) for name in record.texts("ARGS")]
-        results, outputs = record.texts("RESULT"), {}
+    def _call(self) -> None:
+        run = self._get("NAME", _name), self._get("TIME", _number)
+        inputs = [self._tensor(name) for name in self._all("ARGS", _name)]
+        results, outputs = self._all("RESULT", _name), {}
         if len(set(results)) < len(results):
-            raise record.broken(f"two results have one name: {results}")
+            raise self._broken(f"two results have one name: {results}")
         for result in results:
-            size_bytes = self._next("MEMORY", result).whole("MEMORY")
-            alias_record = self._next("ALIAS", result)
-            alias = alias_record.whole("ALIAS", least=-1)
+            size_bytes = self._next("MEMORY", result, _whole)
+            alias = self._next("ALIAS", result, _alias)
             if alias >= len(inputs):
-                raise alias_record.broken(f"ALIAS is {alias}, and the op has {len(inputs)} arguments")
+                raise self._broken(f"ALIAS is {alias}, and the op has {len(inputs)} arguments")
             storage = None if alias < 0 else self._log.storage_of[inputs[alias]]
             outputs[result] = self._add_tensor(len(self._log.ops), size_bytes, storage)
-        self._run(record, inputs, outputs)
+        self._run(*run, inputs, outputs)
 
-    def _mutate(self, record: _Record) -> None:
-        names = record.texts("ARGS")
-        inputs, outputs = [self._tensor(record, name) for name in names], {}
-        for index in record.wholes("MUTATE"):
+    def _mutate(self) -> None:
+        names = self._all("ARGS", _name)
+        inputs, outputs = [self._tensor(name) for name in names], {}
+        for index in self._all("MUTATE", _whole):
             if index >= len(names):
-                raise record.broken(f"MUTATE has {index}, and the op has {len(names)} arguments")
+                raise self._broken(f"MUTATE has {index}, and the op has {len(names)} arguments")
             if names[index] not in outputs:
                 size_bytes = self._log.sizes_bytes[self._log.storage_of[inputs[index]]]
                 outputs[names[index]] = self._add_tensor(len(self._log.ops), size_bytes)
-        self._run(record, inputs, outputs)
+        self._run(self._get("NAME", _name), self._get("TIME", _number), inputs, outputs)
 
-    def _run(self, record: _Record, inputs: Iterable[int], outputs: dict[str, int]) -> None:
-        ops = self._log.ops
-        self._log.steps.append((Step.RUN, len(ops)))
-        ops.append(Op(record.text("NAME"), record.time("TIME"), tuple(inputs), tuple(outputs.values())))
-        for name, tensor in outputs.items():
-            self._bind(name, tensor)
+    def _run(self, name: str, cost: float, inputs: Iterable[int], outputs: dict[str, int]) -> None:
+        self._log.steps.append((Step.RUN, len(self._log.ops)))
+        self._log.ops.append(Op(name, cost, tuple(inputs), tuple(outputs.values())))
+        for output, tensor in outputs.items():
+            self._bind(output, tensor)
 
-    def _copy(self, record: _Record) -> None:
-        name, tensor = record.text("DST"), self._tensor(record, record.text("SRC"))
+    def _copy(self) -> None:
+        name, tensor = self._get("DST", _name), self._tensor(self._get("SRC", _name))
         self._log.steps.append((Step.HOLD, tensor))
         self._bind(name, tensor)
 
-    def _copy_from(self, record: _Record) -> None:
-        self._tensor(record, record.text("DST"))
-        self._copy(record)
+    def _copy_from(self) -> None:
+        self._tensor(self._get("DST", _name))
+        self._copy()
 
-    def _release(self, record: _Record) -> None:
-        tensor = self._tensors.pop(record.text("NAME"), None)
+    def _release(self) -> None:
+        tensor = self._tensors.pop(self._get("NAME", _name), None)
         if tensor is not None:
             self._log.steps.append((Step.DROP, tensor))
 
@@ -289,19 +292,10 @@ class _Reader:
         log.storage_of.append(storage)
         return len(log.op_of) - 1
 
-    def _tensor(self, record: _Record, name: str) -> int:
+    def _tensor(self, name: str) -> int:
         if name not in self._tensors:
-            raise record.broken(f"the name {name!r} is unknown, or was released")
+            raise self._broken(f"the name {name!r} is unknown, or was released")
         return self._tensors[name]
-
-    def _next(self, kind: str, name: str) -> _Record:
-        """Return the next record, which must be of this kind and about this name."""
-        record = next(self._records, None)
-        if record is None:
-            raise LogError(f"the log ends where {kind} of {name!r} should follow", line=self._last)
-        if record.text("INSTRUCTION") != kind or record.text("NAME") != name:
-            raise record.broken(f"{kind} of {name!r} is missing here")
-        return record
 
 
 def _peak_bytes(log: Log) -> int:

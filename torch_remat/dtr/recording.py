@@ -38,8 +38,9 @@ def record(path: str | Path) -> Iterator[Runtime]:
         >>> import tempfile
         >>> import torch_remat as remat
         >>> path = tempfile.mkdtemp() + "/step.log"
+        >>> weight = torch.ones(8, requires_grad=True)
         >>> with remat.dtr.record(path):
-        ...     loss = (torch.ones(8, requires_grad=True) * 2).sum()
+        ...     loss = (weight * 2).sum()
         >>> len(remat.dtr.Log.load(path).ops) > 0
         True
     """
@@ -47,117 +48,93 @@ def record(path: str | Path) -> Iterator[Runtime]:
     if runtime is not None and runtime._block.recorder is not None:
         raise UsageError("this block is being recorded already", remedy="Record it once.")
     with ExitStack() as stack:
-        writer = stack.enter_context(LogWriter(path))
         if runtime is None:
-            runtime = own = Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured")))._begin()
-            stack.push(lambda kind, error, trace: own._end(error))
+            runtime = stack.enter_context(Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured"))))
+        recorder = stack.enter_context(Recorder(path, seconds=runtime._memory.costs.measured))
         block = runtime._block
-        block.recorder = Recorder(writer, seconds=runtime._memory.costs.measured)
+        block.recorder = recorder
         stack.callback(setattr, block, "recorder", None)
         stack.callback(block.forget)
         yield runtime
 
 
-class Recorder:
+class Recorder(LogWriter):
     """Names the tensors of a block, and writes what becomes of them."""
 
-    def __init__(self, writer: LogWriter, *, seconds: bool) -> None:
-        self._writer = writer
+    def __init__(self, path: str | Path, *, seconds: bool) -> None:
+        super().__init__(path)
         self._unit = 1e9 if seconds else 1.0
         self._count = 0
         self._names: dict[int, str] = {}  # by id of the handle
         self._aliases: dict[int, dict[str, None]] = {}  # by id of the buffer: the names of those alive
-        self._outside: dict[tuple[int, int], str] = {}
+        self._outside: dict[tuple[int, int], str] = {}  # by address and size of plain tensors
         self._backward = False
 
-    def ran(self, kind: Kind, found: Found, made: Any, cost: float) -> None:
-        """Write that an op made tensors."""
-        self._mark()
-        self._call(kind, self._arguments(found), found, made, cost)
-
-    def viewed(self, kind: Kind, base: EvictableTensor, made: Sequence[EvictableTensor]) -> None:
-        """Write that tensors were made that alias another one."""
-        self._mark()
-        name = self._name(base._handle)
-        self._writer.call(kind.name, [name], [(self._new(view._handle), 0, 0) for view in made], 0)
-
-    def wrote(self, kind: Kind, found: Found, targets: Sequence[torch.Tensor], made: Any, cost: float) -> None:
-        """Write that an op wrote to tensors, and may have made others."""
-        self._mark()
-        names = self._arguments(found)
-        if any(type(leaf) is EvictableTensor and id(leaf._handle) not in self._names for leaf in leaves(made)):
-            self._call(kind, names, found, made, cost)
+    def ran(self, kind: Kind, found: Found, made: Any, cost: float = 0.0, written: Sequence[torch.Tensor] = ()) -> None:
+        """Write that an op made tensors, and wrote to others."""
+        if not self._backward and graph_task() >= 0:
+            self._backward = True
+            self.annotate("BACKWARD")
+        names = [self._name(tensor) for tensor in found.tensors]
+        names += [self._name(const.tensor) for const in found.consts if const.tensor.device.type != "meta"]
+        results = self._results(kind, found, made)
+        if results or not written:
+            self.call(kind.name, names, results, cost * self._unit)
             cost = 0.0
-        mutated = list(dict.fromkeys(self._any_name(target) for target in targets))
-        self._writer.mutate(kind.name, names, [names.index(name) for name in mutated], cost * self._unit)
-        for target in targets:
+        if written:
+            mutated = dict.fromkeys(self._name(target) for target in written)
+            self.mutate(kind.name, names, [names.index(name) for name in mutated], cost * self._unit)
+        for target in written:
             if type(target) is EvictableTensor:
-                self._follow(target._handle)
-
-    def handed(self, kind: Kind, found: Found, result: Any) -> None:
-        """Write that a gradient was handed to a leaf: it stays."""
-        size = result.untyped_storage().nbytes()
-        names, name = self._arguments(found), self._fresh()
-        self._writer.call(kind.name, names, [(name, 0, 0) if kind.view else (name, size, -1)], 0)
-        self._outside[storage_key(result), size] = name
+                self._follow(target)
 
     def released(self, handle: Handle) -> None:
         """Write that the program has let go of a tensor."""
         name = self._names.pop(id(handle), None)
         if name is not None:
-            self._writer.release(name)
+            self.release(name)
             alive = self._aliases[id(handle.buffer)]
             del alive[name]
             if not alive:
                 del self._aliases[id(handle.buffer)]
 
-    def _mark(self) -> None:
-        if not self._backward and graph_task() >= 0:
-            self._backward = True
-            self._writer.annotate("BACKWARD")
-
-    def _call(self, kind: Kind, names: Sequence[str], found: Found, made: Any, cost: float) -> None:
+    def _results(self, kind: Kind, found: Found, made: Any) -> list[tuple[str, int, int]]:
+        """Name the new tensors among the results of an op: those of the block, and the gradient of a leaf."""
         buffers: list[Buffer | None] = [tensor._handle.buffer for tensor in found.tensors]
         results = []
         for leaf in leaves(made):
-            if type(leaf) is not EvictableTensor or id(leaf._handle) in self._names:
-                continue
-            buffer = leaf._handle.buffer
-            alias = buffers.index(buffer) if buffer in buffers else -1
-            shared = alias >= 0 or id(buffer) in self._aliases
-            results.append((self._new(leaf._handle), 0 if shared else buffer.storage.size_bytes, alias))
-        self._writer.call(kind.name, names, results, cost * self._unit)
+            if type(leaf) is EvictableTensor and id(leaf._handle) not in self._names:
+                buffer = leaf._handle.buffer
+                alias = buffers.index(buffer) if buffer in buffers else -1
+                shared = alias >= 0 or id(buffer) in self._aliases
+                results.append((self._new(leaf._handle), 0 if shared else buffer.storage.size_bytes, alias))
+            elif type(leaf) is torch.Tensor and leaf.layout is torch.strided and _key(leaf) not in self._outside:
+                name = self._outside[_key(leaf)] = self._fresh()
+                results.append((name, 0, 0) if kind.view else (name, leaf.untyped_storage().nbytes(), -1))
+        return results
 
-    def _follow(self, handle: Handle) -> None:
+    def _follow(self, tensor: EvictableTensor) -> None:
         """Let the other names of a written buffer mean views of its new version."""
-        name = self._name(handle)
-        for other in list(self._aliases[id(handle.buffer)]):
+        name = self._name(tensor)
+        for other in list(self._aliases[id(tensor._handle.buffer)]):
             if other != name:
                 view = self._fresh()
-                self._writer.call("aten.as_strided", [name], [(view, 0, 0)], 0)
-                self._writer.copy_from(other, view)
-                self._writer.release(view)
+                self.call("aten.as_strided", [name], [(view, 0, 0)], 0)
+                self.copy_from(other, view)
+                self.release(view)
 
-    def _arguments(self, found: Found) -> list[str]:
-        names = [self._name(tensor._handle) for tensor in found.tensors]
-        return names + [self._any_name(const.tensor) for const in found.consts if const.tensor.device.type != "meta"]
-
-    def _any_name(self, tensor: torch.Tensor) -> str:
+    def _name(self, tensor: torch.Tensor) -> str:
+        """Return the name of a tensor; one without a name was made before the recording, or by what is not recorded."""
         if type(tensor) is EvictableTensor:
-            return self._name(tensor._handle)
-        size = tensor.untyped_storage().nbytes()
-        key = (storage_key(tensor), size)
-        name = self._outside.get(key)
-        if name is None:
-            name = self._outside[key] = self._fresh()
-            self._writer.constant(name, size)
-        return name
-
-    def _name(self, handle: Handle) -> str:
-        name = self._names.get(id(handle))
-        if name is None:  # made before the recording began, or by what is not recorded
-            name = self._new(handle)
-            self._writer.constant(name, handle.buffer.storage.size_bytes)
+            name = self._names.get(id(tensor._handle))
+            if name is None:
+                name = self._new(tensor._handle)
+                self.constant(name, tensor._handle.buffer.storage.size_bytes)
+        else:
+            name = self._outside.get(_key(tensor))
+            if name is None:
+                name = self._outside[_key(tensor)] = self._fresh()
+                self.constant(name, tensor.untyped_storage().nbytes())
         return name
 
     def _new(self, handle: Handle) -> str:
@@ -168,3 +145,7 @@ class Recorder:
     def _fresh(self) -> str:
         self._count += 1
         return f"t{self._count}"
+
+
+def _key(tensor: torch.Tensor) -> tuple[int, int]:
+    return storage_key(tensor), tensor.untyped_storage().nbytes()

@@ -18,7 +18,7 @@ was there before the block is not counted.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,6 @@ def simulate(
     max_overhead: float = 2.0,
     search: Search | None = None,
     seed: int = 0,
-    progress: Callable[[int], Any] | None = None,
 ) -> Simulation:
     """Run a log under a budget.
 
@@ -80,7 +79,6 @@ def simulate(
         search: How the victim is found: ``"index"``, ``"scan"`` or ``"sample"``; None takes the index where the
             heuristic has one.
         seed: Of the sample.
-        progress: Called with the number of log steps done, every so often.
 
     Raises:
         UsageError: The heuristic, the kind of deallocation or the budget is not known.
@@ -97,7 +95,7 @@ def simulate(
     memory.most_again = (max_overhead - 1) * base
     verdict: type[Exception] | None = None
     try:
-        memory.run_log(log, progress)
+        memory.run_log(log)
     except (RunOutError, _StopError) as error:
         verdict = type(error)
     return Simulation(
@@ -122,7 +120,7 @@ class _LogStorage(Storage):
 
     names = 0
     storage: Any = None  # itself: looked up often
-    users = 1  # a log's op can run again until the log ends
+    is_read = True  # a log's op can run again until the log ends
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
@@ -147,11 +145,11 @@ class _LogMemory(Memory):
 
     most_again: float = 0
 
-    def run_log(self, log: Log, progress: Callable[[int], Any] | None) -> None:
+    def run_log(self, log: Log) -> None:
         """Run a whole log."""
         tensors, ops = _objects(log)
         run, constant, drop = Step.RUN, Step.CONSTANT, Step.DROP
-        for done, (step, number) in enumerate(log.steps):
+        for step, number in log.steps:
             if step is run:
                 self.perform(ops[number])
             elif step is drop:
@@ -163,8 +161,6 @@ class _LogMemory(Memory):
                 storage.names += 1
                 if step is constant:
                     self._begin_constant(storage)
-            if progress is not None and not done % 64:
-                progress(done)
         for number in log.named:
             tensor = tensors[number]
             if not tensor.resident:

@@ -90,10 +90,9 @@ def test_a_recomputable_tensor_cannot_be_written() -> None:
 
 
 def test_in_a_budget_it_is_evicted_and_comes_back_and_one_from_outside_is_read() -> None:
-    outside = remat.dtr.recomputable(torch.exp, torch.ones(5))
+    outside, x = remat.dtr.recomputable(torch.exp, torch.ones(5)), torch.randn(100, requires_grad=True)
     with remat.dtr.budget("1 MiB") as runtime:
         read = outside + 1
-        x = torch.randn(100, requires_grad=True)
         before = runtime.live_bytes
         y = remat.dtr.recomputable(torch.exp, x)
         assert runtime.live_bytes == before

@@ -14,7 +14,7 @@ import torch
 import torch_remat as remat
 from tests.features.dtr.dtr_logs import LogText, chain, random_program, recorded
 from tests.helpers import pairwise
-from torch_remat.dtr import HEURISTICS, Heuristic, Log, simulate
+from torch_remat.dtr import HEURISTICS, Heuristic, Log, chen_chain, optimal_chain, simulate
 from torch_remat.dtr.heuristics import Random, resolve
 from torch_remat.errors import UsageError
 
@@ -164,6 +164,26 @@ def test_work_of_an_eviction_hardly_grows_with_the_live_storages():
         for log in (chain(300).log(), chain(3000).log())
     )
     assert many.metadata_accesses / many.evictions < 2 * few.metadata_accesses / few.evictions
+
+
+# Bounds. Found by a search of all schedules: by length, then for budgets from 3 on.
+FEWEST = {1: [0], 2: [0], 3: [0, 0], 4: [1, 0, 0], 5: [3, 1, 0, 0], 6: [6, 2, 1, 0, 0]}
+
+
+def test_optimal_chain_is_what_a_search_of_all_schedules_found():
+    for length, found in FEWEST.items():
+        assert [optimal_chain(length, budget) for budget in range(3, 3 + len(found))] == found, length
+        for budget in range(min(length, 3)):
+            with pytest.raises(UsageError, match="does not fit"):
+                optimal_chain(length, budget)
+
+
+def test_chen_chain_holds_the_end_of_each_segment_and_runs_each_again():
+    """Of 16 layers in segments of 4: 3 ends, 3 layers of the last segment and a gradient; 3 run again in each."""
+    assert chen_chain(16) == (7, 12)
+    for length in (2, 3, 5, 17, 64, 100):
+        budget, again = chen_chain(length)
+        assert optimal_chain(length, budget) <= again < length
 
 
 # Errors
