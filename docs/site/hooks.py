@@ -2,12 +2,16 @@
 
 Four texts are outside of ``docs/``, where a repository has them; here they become pages. So links to them, and
 theirs to pages, are rewritten. Lists in lists, which the texts indent by two columns, get the four that MkDocs needs.
+A page's title and description are its heading and its first sentence.
 """
 
 from __future__ import annotations
 
+import html
+import logging
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,21 @@ PAGES = {
 }
 """Files of the repository, and where they are on the site; the front page stands for both READMEs."""
 
+_LOG = logging.getLogger("mkdocs.hooks")
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _INNER_ITEM = re.compile(r"^( {2,})(?=[-*] )", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]*)")
+_HEADING = re.compile(r"<h1[^>]*>(.*?)(?:<a class=\"headerlink\".*?)?</h1>", re.DOTALL)
+_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+_SENTENCE = re.compile(r".+?(?:[.!?:](?=\s|$)|$)\s*")
+_LONGEST_DESCRIPTION = 160
+
+
+def on_config(config: Any) -> Any:
+    """Let the pages show the version."""
+    version = Path(config.config_file_path).parent / "torch_remat" / "_version.py"
+    config.extra["release"] = runpy.run_path(str(version))["__version__"]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -46,6 +62,33 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text = _INNER_ITEM.sub(lambda match: 2 * match.group(1), parts[index])
         parts[index] = relinked(text, on_site, in_repository or f"docs/{on_site}")
     return "".join(parts)
+
+
+def on_page_content(content: str, page: Any, config: Any, **_: Any) -> str:
+    """Give the page the title and the description that browsers and search engines show."""
+    heading, description = headline(content)
+    if not heading or not description:
+        _LOG.warning("%s: no heading, or no sentence below it", page.file.src_uri)
+    page.meta["title"] = html.escape(config.site_description if heading == config.site_name else heading)
+    page.meta["description"] = html.escape(description)
+    return content
+
+
+def headline(content: str) -> tuple[str, str]:
+    """Return of a page in HTML the text of its heading, and as many of its first sentences as a search engine shows."""
+    heading = _HEADING.search(content)
+    texts = [text_of(paragraph) for paragraph in _PARAGRAPH.findall(content)]
+    description, *others = _SENTENCE.findall(next(filter(None, texts), "")) or [""]
+    for sentence in others:
+        if len(description + sentence) > _LONGEST_DESCRIPTION:
+            break
+        description += sentence
+    return text_of(heading[1]) if heading else "", description.rstrip(" :")
+
+
+def text_of(content: str) -> str:
+    """Return the text of some HTML in one line."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", content)).split())
 
 
 def relinked(markdown: str, on_site: str, in_repository: str) -> str:
