@@ -2,7 +2,8 @@
 
 Four texts are outside of ``docs/``, where a repository has them; here they become pages. So links to them, and
 theirs to pages, are rewritten. Lists in lists, which the texts indent by two columns, get the four that MkDocs needs.
-A page's title and description are its heading and its first sentence.
+A page's title and description are its heading and its first sentence. A line ``--8<-- "README.md:top"`` stands for the
+part of the README between ``<!-- --8<-- [start:top] -->`` and ``<!-- --8<-- [end:top] -->``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ PAGES = {
 _LOG = logging.getLogger("mkdocs.hooks")
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _INNER_ITEM = re.compile(r"^( {2,})(?=[-*] )", re.MULTILINE)
+_INCLUDE = re.compile(r"^--8<-- \"README\.md:(\w+)\"$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]*)")
 _HEADING = re.compile(r"<h1[^>]*>(.*?)(?:<a class=\"headerlink\".*?)?</h1>", re.DOTALL)
 _PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
@@ -53,9 +55,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Rewrite the links that lead out of ``docs/`` or into it, and the indentation of lists in lists."""
     on_site = page.file.src_uri
+    readme = Path(config.config_file_path).with_name("README.md").read_text(encoding="utf-8")
+    markdown = _INCLUDE.sub(lambda match: relinked(section(readme, match[1]), on_site, "README.md"), markdown)
     in_repository = next((source for source, name in PAGES.items() if name == on_site and name != "index.md"), None)
     parts = _CODE.split(markdown)
     for index in range(0, len(parts), 2):
@@ -89,6 +93,12 @@ def headline(content: str) -> tuple[str, str]:
 def text_of(content: str) -> str:
     """Return the text of some HTML in one line."""
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", content)).split())
+
+
+def section(readme: str, name: str) -> str:
+    """Return the named part of the README."""
+    marks = (f"<!-- --8<-- [start:{name}] -->\n", f"<!-- --8<-- [end:{name}] -->\n")
+    return readme.partition(marks[0])[2].partition(marks[1])[0]
 
 
 def relinked(markdown: str, on_site: str, in_repository: str) -> str:
