@@ -94,7 +94,7 @@ def _mark_saving(axes: Axes, plain: StepMemory, best: StepMemory) -> None:
     axes.plot([_phase_starts()["backward"], at + 0.05], [high, high], color="black", linewidth=0.8)
     axes.plot([at - 0.05, at + 0.05], [low, low], color="black", linewidth=0.8)
     axes.annotate("", xy=(at, low), xytext=(at, high), arrowprops={"arrowstyle": "-|>", "color": "black"}, zorder=5)
-    saving = f"peak {100 * (1 - low / high):.0f} % lower"
+    saving = f"{100 * (1 - low / high):.0f} % lower"
     axes.annotate(
         saving,
         (at, 0.65 * low + 0.35 * high),
