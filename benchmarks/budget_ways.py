@@ -31,6 +31,8 @@ aten = torch.ops.aten
 MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten._grouped_mm.default, aten.convolution.default))
 POINTS = (0.25, 0.4, 0.55, 0.7)
 """Budgets, as shares of the bytes between nothing and everything kept."""
+LOW = 0.1
+"""One more, for which there is no bar: where few bytes buy much time."""
 TORCH, OURS, SAC, EVERY_OTHER = "torch", "ours", "SAC", "SAC, every other"
 PRODUCTS, HALF = "ours, products", "ours, dearest half"
 HUGE, LEAST = "budget, huge", "budget 0%"
@@ -103,7 +105,7 @@ def ways_of(model: Model) -> dict[str, Way]:
     if hasattr(remat.policies, "memory_budget"):
         ways[HALF] = Way(partial(ours, policy=remat.policies.memory_budget(0.5)), learns=True)
     ways |= {LEAST: within("0%"), HUGE: within(2**40)}
-    return ways | {point_name(point): within(f"{point * 100:.0f}%") for point in POINTS}
+    return ways | {point_name(point): within(f"{point * 100:.0f}%") for point in (LOW, *POINTS)}
 
 
 def point_name(point: float) -> str:
