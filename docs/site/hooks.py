@@ -75,6 +75,8 @@ def on_page_content(content: str, page: Any, config: Any, **_: Any) -> str:
         _LOG.warning("%s: no heading, or no sentence below it", page.file.src_uri)
     page.meta["title"] = html.escape(config.site_description if heading == config.site_name else heading)
     page.meta["description"] = html.escape(description)
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["toc"]  # code and its report are side by side there
     return content
 
 
