@@ -1,9 +1,11 @@
-"""The long description; all else is in pyproject.toml.
+"""The long description, and where a wheel is built; all else is in pyproject.toml.
 
 PyPI shows the README apart from the files beside it. Links to these would lead nowhere, so there they are plain text.
+What setuptools writes on the way is in a temporary folder, so that `pip install .` leaves nothing in this one.
 """
 
 import re
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -20,4 +22,9 @@ def without_relative_links(markdown: str) -> str:
 
 if __name__ == "__main__":
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-    setup(long_description=without_relative_links(readme), long_description_content_type="text/markdown")
+    with tempfile.TemporaryDirectory() as place:
+        setup(
+            long_description=without_relative_links(readme),
+            long_description_content_type="text/markdown",
+            options={"build": {"build_base": place}, "egg_info": {"egg_base": place}},
+        )

@@ -1,6 +1,7 @@
 """Finds sentences that the style sheet of CONTRIBUTING.md says otherwise, and prints ``file:line: write X, not Y``.
 
 The table there is the one place with the phrases; the text above it explains their form.
+Code on pages that is wider than the site shows is found, too; what a program prints (``text``) may be, since it wraps.
 Pages are searched without their code, Python files in their comments and strings.
 """
 
@@ -19,6 +20,8 @@ FILES += ("torch_remat/**/*.py", "benchmarks/**/*.py")
 HEADING = "## Style sheet\n"
 _ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^( *)```(\w*).*?^\1```$", re.MULTILINE | re.DOTALL)
+_COLUMNS = 96
 _QUOTES = re.compile(r"^#+|^\w*[\"']+|[\"']+$")
 _PROSE = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
@@ -60,6 +63,14 @@ def of_python(source: str) -> str:
     return "".join(kept)
 
 
+def wide(page: str) -> Iterator[tuple[int, int]]:
+    """Yield number and width of each line of a page's code that the site cuts off."""
+    for block in _BLOCK.finditer(page):
+        for number, line in enumerate(block[0].splitlines(), page.count("\n", 0, block.start()) + 1):
+            if block[2] != "text" and len(line) - len(block[1]) > _COLUMNS:
+                yield number, len(line) - len(block[1])
+
+
 def check(root: Path) -> Iterator[str]:
     """Yield a line for each sentence to be changed."""
     rules = pairs(split((root / "CONTRIBUTING.md").read_text(encoding="utf-8"))[1])
@@ -68,6 +79,8 @@ def check(root: Path) -> Iterator[str]:
         if path.name == "CONTRIBUTING.md":
             text, _ = split(text)
         prose = of_python(text) if path.suffix == ".py" else _CODE.sub(blank, text)
+        for line, columns in wide(text) if path.suffix == ".md" else ():
+            yield f'{path.relative_to(root)}:{line}: write "at most {_COLUMNS} columns", not "{columns}"'
         for write, pattern in rules:
             for match in pattern.finditer(prose):
                 line = prose.count("\n", 0, match.start()) + 1

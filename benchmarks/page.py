@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .bars import BARS, TimeVerdict, label_of
-from .contenders import REENTRANT, REMAT_0_1, REMAT_0_2, SAC, TORCH
+from .contenders import REENTRANT, REMAT_0_2, SAC, TORCH
 from .results import PEAK, RETAINED, TIME, newest, read
 from .tables import markdown, times_table, write_between
 
@@ -20,10 +21,40 @@ HEADINGS = {
     SAC: "Beside SAC",
     REENTRANT: "Beside reentrant `torch.utils.checkpoint`",
     REMAT_0_2: "Beside `torch_remat` 0.2.2",
-    REMAT_0_1: "Beside `torch_remat` 0.1.0",
 }
 CHARTS = {TORCH: "performance_torch.png", SAC: "performance_sac.png"}
 """The contenders that have a chart, and its file in ``docs/pictures``."""
+WAYS = {
+    "": "",
+    "by function": "policy of functions",
+    "op": "remat.op",
+    "op closure": "remat.op of a lambda",
+    "native": "native_save_region",
+    "native closure": "native_save_region of a lambda",
+    "policy": "policy: a list of aten ops",
+    "policy function": "policy: a function of aten ops",
+}
+"""What our contenders are called on the page, in its order."""
+MODELS = {
+    "overhead": "small ops",
+    "overhead-module": "small ops in a module",
+    "encoder-layer": "encoder layer, 64 wide",
+    "transformer": "transformer block, 256 wide",
+    "attention": "block, attention kept",
+    "matmuls": "block, products kept",
+    "blocks": "32 small blocks",
+    "handles": "512 Functions with handles",
+    "handles-alternating-8": "8 Functions, half kept",
+    "handles-alternating-64": "64 Functions, half kept",
+    "handles-alternating-512": "512 Functions, half kept",
+    "llama": "Llama, 64 wide",
+    "llama-256": "Llama, 256 wide",
+    "neox": "GPT-NeoX, 64 wide",
+    "bert": "BERT, 64 wide",
+    "vit": "ViT, 64 wide",
+    "mixtral": "Mixtral, 64 wide",
+}
+"""What our workloads are called on the page, without the group in front of their names."""
 
 
 def write(data: Mapping[str, Any], root: Path = ROOT) -> None:
@@ -31,11 +62,11 @@ def write(data: Mapping[str, Any], root: Path = ROOT) -> None:
     write_between(root / "docs" / "performance.md", [figures(data)])
     write_between(root / "benchmarks" / "README.md", [targets(data)])
     for contender, name in CHARTS.items():
-        draw(_rows(data, contender), HEADINGS[contender].replace("`", ""), root / "docs" / "pictures" / name)
+        draw(_rows(data, contender), root / "docs" / "pictures" / name)
 
 
 def figures(data: Mapping[str, Any]) -> str:
-    """Return what the page of performance shows: what was run, and a chart and a table for each contender."""
+    """Return what the page of performance shows: what was run, a chart for some contenders, a folded table for each."""
     texts = [
         f"Version {data['version']}, measured {data['measured'][:10]} in {data['rounds']} rounds, "
         f"torch {data['torch']}, Python {data['python']}, {data['machine']}.",
@@ -44,13 +75,12 @@ def figures(data: Mapping[str, Any]) -> str:
     ]
     for contender, heading in HEADINGS.items():
         rows = _rows(data, contender)
-        if not rows:
-            continue
-        texts.append(f"### {heading}")
-        if contender in CHARTS:
+        if rows and contender in CHARTS:
+            texts.append(f"### {heading}")
             texts.append(f"![{heading}: ratios of times](pictures/{CHARTS[contender]})".replace("`", ""))
-        cells = [[_short(row), "{:.3f} ({:.3f}-{:.3f})".format(row["ratio"], *row["spread"])] for row in rows]
-        texts.append(markdown(["row", "ratio (quartiles)"], cells))
+            texts.append(_folded("Numbers", rows))
+        elif rows:
+            texts.append(_folded(heading.replace("`", ""), rows))
     return "\n\n".join([*texts, f"### Bytes\n\n{bytes_text(data)}"])
 
 
@@ -59,10 +89,10 @@ def bytes_text(data: Mapping[str, Any]) -> str:
     lines = []
     for contender in HEADINGS:
         parts = []
-        for unit in (RETAINED, PEAK):
+        for unit, meaning in ((RETAINED, "the bytes after forward"), (PEAK, "the bytes at the peak")):
             ratios = [row["ratio"] for row in _rows(data, contender, unit)]
             if ratios:
-                parts.append(f"{unit} {min(ratios):.3f} to {max(ratios):.3f} of theirs")
+                parts.append(f"{min(ratios):.3f} to {max(ratios):.3f} of {meaning}")
         lines += [f"- {HEADINGS[contender]}: {', '.join(parts)}."] if parts else []
     bars = data["bars"]
     lines.append(f"- Checks of bytes, replayed ops and growth: {bars['passed']} of {bars['of']} pass.")
@@ -78,40 +108,67 @@ def targets(data: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw ratios of times as points with their quartiles; a hollow point's quartiles enclose 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1.3 + 0.25 * len(rows)), layout="constrained")
+    groups = _groups(rows)
+    lines = [line for way, its in groups.items() for line in ([way] if way else []) + its]
+    figure = Figure(figsize=(4.8, 0.8 + 0.21 * len(lines)), layout="constrained")  # its letters are read on a phone
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.axvline(1, color="black", linewidth=1.2)
-    for place, row in enumerate(rows):
-        (low, high), ratio = row["spread"], row["ratio"]
-        colour = "#1f4e9c" if ratio < 1 else "#d95f02"
-        axes.plot([low, high], [place, place], color=colour, linewidth=2.2, solid_capstyle="butt")
-        axes.plot(
-            ratio, place, "o", color=colour, markerfacecolor="white" if low <= 1 <= high else colour, markersize=6
-        )
-    axes.set_yticks(range(len(rows)), [_short(row) for row in rows], fontsize=9)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("CPU time of a step, ours / theirs; bars: quartiles; hollow: they enclose 1", fontsize=9)
-    axes.set_title(title, fontweight="bold")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+    for place, row in enumerate(lines):
+        if not isinstance(row, str):
+            _draw_row(axes, place, row)
+    axes.set_yticks(range(len(lines)), [line if isinstance(line, str) else _model(line) for line in lines], fontsize=9)
+    for line, label in zip(lines, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if isinstance(line, str) else "normal")
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.set_xlabel("CPU time of a step, ours / theirs\nbars: quartiles; hollow: these enclose 1", fontsize=9)
+    axes.grid(axis="x", color="#cccccc", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=200)
+
+
+def _draw_row(axes: Any, place: int, row: Mapping[str, Any]) -> None:
+    (low, high), ratio = row["spread"], row["ratio"]
+    colour = "#1f4e9c" if ratio < 1 else "#d95f02"
+    inside = "white" if low <= 1 <= high else colour
+    axes.plot([low, high], [place, place], color=colour, linewidth=2.2, solid_capstyle="butt")
+    axes.plot(ratio, place, "o", color=colour, markerfacecolor=inside, markersize=6)
+
+
+def _folded(summary: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    cells = [
+        [", ".join(filter(None, (_model(row), way))), "{:.3f} ({:.3f}-{:.3f})".format(row["ratio"], *row["spread"])]
+        for way, its in _groups(rows).items()
+        for row in its
+    ]
+    table = markdown(["", "ratio (quartiles)"], cells)
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{table}\n\n</details>'
 
 
 def _rows(data: Mapping[str, Any], contender: str, unit: str = TIME) -> list[dict[str, Any]]:
     return [row for row in data["rows"] if (row["contender"], row["unit"]) == (contender, unit)]
 
 
-def _short(row: Mapping[str, Any]) -> str:
-    return str(row["name"]).replace(", ours", ",")
+def _groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return rows by what our contender is called, in the order of the page."""
+    return {
+        title: its
+        for way, title in WAYS.items()
+        if (its := [row for row in rows if str(row["name"]).partition(", ours ")[2] == way])
+    }
+
+
+def _model(row: Mapping[str, Any]) -> str:
+    workload = str(row["name"]).partition(", ours ")[0].removesuffix("-policy")
+    return MODELS[re.sub(r"^(native|policies|real)-", "", workload)]
 
 
 if __name__ == "__main__":

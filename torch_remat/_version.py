@@ -1,3 +1,3 @@
-"""The version of this package, and the only place that states it."""
+"""The version of this package, which CITATION.cff repeats for a release."""
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"

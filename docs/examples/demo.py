@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print_results(trainers, memories, options.every)
     where = {"cpu": "CPU", "cuda": "GPU"}[options.device]
-    subtitle = f"GPT with {model.layers} blocks on the {where}; a checkpointed block is run again in backward"
+    subtitle = f"GPT with {model.layers} blocks on the {where}"
     picture = options.out / "live_bytes.png"
     step_ms = {name: _step_milliseconds(trainer) for name, trainer in trainers.items()}
     draw_live_bytes(memories, step_ms, picture, subtitle)

@@ -60,6 +60,13 @@ def test_code_of_a_page_and_good_sentences_are_not_found(tmp_path):
     assert found(tmp_path, "docs/a.md", page) == []
 
 
+def test_code_of_a_page_that_is_wider_than_the_site_is_found_and_what_it_prints_is_not(tmp_path):
+    fence, long = "`" * 3, "a" * 97
+    code = f"- b:\n\n  {fence}python\n  {long[1:]}\n  {long}\n  {fence}\n"
+    page = f"# A\n\n| {long} |\n\n{fence}text\n{long}\n{fence}\n{long}\n{code}"
+    assert found(tmp_path, "docs/a.md", page) == ['docs/a.md:13: write "at most 96 columns", not "97"']
+
+
 def test_docstrings_comments_and_messages_are_found_and_code_is_not(tmp_path):
     source = (
         '"""It is made again."""\n# it is made\n# again\nx = f("is " "made " "again")\nmade, again = "made", "again"\n'

@@ -46,9 +46,15 @@ def test_tag_of_what_is_checked_out_is_its_version():
     assert [tag for tag in tags if tag.startswith("v")] in ([], [f"v{__version__}"])
 
 
-def test_version_is_stated_in_one_place():
+def test_citation_has_version_and_day_of_the_last_release():
+    stated = dict(re.findall(r"^(version|date-released): (\S+)$", text_of("CITATION.cff"), re.MULTILINE))
+    released = re.findall(r"^## (\S+) - (\S+)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert [(stated["version"], stated["date-released"])] == released[:1]
+
+
+def test_version_is_not_stated_where_setuptools_reads_it():
     stated = re.compile(r"^ *version *[:=] *[\"']?\d", re.MULTILINE)
-    assert not [name for name in ("pyproject.toml", "setup.py", "CITATION.cff") if stated.search(text_of(name))]
+    assert not [name for name in ("pyproject.toml", "setup.py") if stated.search(text_of(name))]
     assert stated.search('version = "0.3.0"')
 
 

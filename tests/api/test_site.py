@@ -20,6 +20,11 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 ROOMS = ("budgets", "dtr", "offload", "policies", "reports", "testing")
 
 
+def test_page_of_all_pages_has_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md", "index.md"} <= linked
+
+
 def documented() -> list[str]:
     """Return the dotted names of which a page shows the docstring."""
     pages = [DOCS / "errors.md", *sorted((DOCS / "reference").glob("*.md"))]
