@@ -662,13 +662,13 @@ MUTANTS = (
     ),
     Mutant(
         "copy to the host not awaited", "offload", "offload/cpu.py",
-        "if self.event is None or self.event.query():",
-        "if True:",
+        "            elif not self.event.query():\n                return False\n",
+        "",
     ),
     Mutant(
-        "bytes on the host not taken off", "offload", "offload/cpu.py",
-        "        self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)\n",
-        "",
+        "bytes on the host not taken off", "offload", "offload/shared.py",
+        "`Offloader.release`.\"\"\"\n        self._away.pop(ticket, None)\n",
+        "`Offloader.release`.\"\"\"\n",
     ),
     Mutant(
         "prefetch without a bound", "offload", "offload/prefetch.py",
@@ -677,8 +677,8 @@ MUTANTS = (
     ),
     Mutant(
         "file not removed", "offload", "offload/disk.py",
-        "            ahead.cancel()\n        ticket.folder.remove_file(ticket.path)\n",
-        "            ahead.cancel()\n",
+        "        ticket.folder.remove_file(ticket.path)\n",
+        "",
     ),
     # Budgets.
     Mutant(

@@ -15,7 +15,7 @@ NOTE [ What travels ]
    tensor that was sent, since its counter is kept, and of the value by a backward that reads it.
 4. A value is kept from its first read until the transfer is gone, since autograd may unpack it again, and others may be
    views of it; where the graph is kept, it is given away with each read.
-5. `onload` makes a value usable on the current stream; readers on other streams wait for that one (`Arrival`).
+5. `onload` makes a value usable on the current stream; later readers, perhaps on other streams, wait for that one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch_remat._compat import graph_is_kept, negative_view, set_version, storage_key
 from torch_remat.errors import MutationError, OffloadError
 from torch_remat.offload.protocol import Offloader, OffloadInfo
-from torch_remat.offload.streams import Arrival, arrival_of
+from torch_remat.offload.streams import Event, event_after, use
 
 _NOTHING = torch.empty(0)
 
@@ -149,7 +149,7 @@ class Transfer:
         self.copy = copy
         self.span = span
         self.value: torch.Tensor | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: Event = None
         self._form = flat.numel(), flat.dtype, flat.device  # what has to come back
         self._not_in = 0
         self._version = flat._version
@@ -190,9 +190,9 @@ class Transfer:
                 )
             if value is None:
                 value = self._bring_back(info)
-                self._arrival = arrival_of(value)
-            elif self._arrival is not None:
-                self._arrival.reach(value)
+                self._arrival = event_after(value)
+            else:
+                use(value, self._arrival)
             self.value = None if graph_is_kept() else value
         return value, missing
 
