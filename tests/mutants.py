@@ -656,8 +656,8 @@ MUTANTS = (
         "self.value = value",
     ),
     Mutant(
-        "tensor sent twice", "offload", "offload/table.py",
-        "            if known.serves(tensor._version, placement):\n",
+        "tensor sent twice", "offload", "offload/sender.py",
+        "            if known.is_unchanged(placement):\n",
         "            if False:\n",
     ),
     Mutant(

@@ -130,6 +130,18 @@ class StoredCopy:
         except Exception:
             return None  # a report does not fail because of an offloader
 
+    def unless_read(self, method: Callable[[Any], object]) -> bool:
+        """Call an offloader's method with the ticket, unless the tensor is on its way back; whether it worked."""
+        if self.lock.acquire(blocking=False):
+            try:
+                method(self.ticket)
+                return True
+            except Exception:
+                return False  # the next `onload` will tell
+            finally:
+                self.lock.release()
+        return False
+
 
 class Transfer:
     """A part of a storage that is away; see NOTE [ What travels ].
@@ -164,16 +176,10 @@ class Transfer:
         other._not_in = storage_key(tensor)
         return other
 
-    def serves(self, version: int, placement: Placement) -> bool:
-        """Whether a view of the same tensor can be rebuilt from this."""
-        return self._version == version and self._holds(placement)
-
     def is_unchanged(self, placement: Placement) -> bool:
         """Whether another view of the storage that travelled can be rebuilt from this as it is now."""
-        return self._counter._version == self._version and self._holds(placement)
-
-    def _holds(self, placement: Placement) -> bool:
-        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
+        fits = self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
+        return fits and self._counter._version == self._version
 
     def take(self, info: OffloadInfo) -> tuple[torch.Tensor, bool]:
         """Return the bytes, one-dimensional, and whether they had to be brought back for it; ``info`` is for errors."""
@@ -214,18 +220,6 @@ class Transfer:
         if flat._version != self._version:
             set_version(flat, self._version)
         return flat
-
-    def unless_read(self, method: Callable[[Any], object]) -> bool:
-        """Call an offloader's method with the ticket, unless the value is there or on its way; whether it worked."""
-        if self.value is None and self.copy.lock.acquire(blocking=False):
-            try:
-                method(self.copy.ticket)
-                return True
-            except Exception:
-                return False  # the next `onload` will tell
-            finally:
-                self.copy.lock.release()
-        return False
 
 
 def may_travel(tensor: torch.Tensor) -> bool:

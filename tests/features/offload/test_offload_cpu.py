@@ -19,7 +19,7 @@ from tests.helpers import alive, assert_same, leaf, watch
 from tests.offloaders import Counting
 from torch_remat.offload import cpu
 from torch_remat.offload.cpu import CpuOffloader
-from torch_remat.offload.table import Batch, Table
+from torch_remat.offload.sender import Batch, Table
 
 
 @pytest.fixture(autouse=True)
