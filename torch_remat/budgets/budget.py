@@ -21,7 +21,6 @@ import warnings
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import Token
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -35,7 +34,7 @@ from torch_remat.budgets.plain import PlainRegion
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.price import Choice, Part, choose, rung_at
 from torch_remat.budgets.reserve import Reserve
-from torch_remat.budgets.steps import Lowering, Row, Step
+from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_budget, format_head
 from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
 from torch_remat.errors import RematWarning, UsageError, user_line
@@ -234,7 +233,7 @@ class Budget(Data, Pictured):
         step.rows.append(row)
         if self.ledger.total > self.limit:
             self.make_room()
-        step.note(perf_counter(), self.ledger.total)
+        step.note(self.ledger.total)
 
     def add(self, kept: KeptRegion) -> None:
         """Count a region that begins."""
@@ -264,7 +263,7 @@ class Budget(Data, Pictured):
                 self._reserve.end(last)
             self.reserve_bytes = self._reserve.begin(size, last)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
-        step = Step(self.limit, perf_counter())
+        step = Step(self.limit)
         self._counts, self._bought, self._rest_bytes = {}, {}, 0.0
         if known is not None and known.is_known and self.limit < UNLIMITED:
             step.choice, self._bought = self._buy(known, scale)
@@ -327,7 +326,7 @@ class Budget(Data, Pictured):
             step.rows.append(kept.row)
             if self.ledger.total > self.limit:
                 self.make_room()
-            step.note(perf_counter(), self.ledger.total)
+            step.note(self.ledger.total)
         self._warn_once()
 
     def reached(self) -> None:
@@ -343,7 +342,7 @@ class Budget(Data, Pictured):
                         _known.clear()
                     _known.pop(self._first[:2], None)  # the latest is the last
                     _known[self._first[:2]] = step, self._first[2]
-            step.note(perf_counter(), self.ledger.total)
+            step.note(self.ledger.total)
             if graph_task() == self.backward:
                 return
             self.backward = graph_task()
@@ -367,29 +366,18 @@ class Budget(Data, Pictured):
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                self._lower(found, passed_over)
+                total = self.ledger.total
+                if not found.lower(found.next_rung()):
+                    passed_over.add(found)  # backward is there
+                    continue
+                for observer in observers:
+                    observer.gave_up(found.region(), total - self.ledger.total, self.ledger.total)
             elif self._changed:
                 self._changed = False
                 self.refresh()
             else:
                 break
         self.note_too_much()
-
-    def _lower(self, kept: KeptRegion, passed_over: set[KeptRegion]) -> None:
-        """Evict of a region what its next rung does not keep."""
-        part, before, at = kept.row.part, kept.row.rung, kept.next_rung()
-        assert part is not None
-        assert before is not None
-        total = self.ledger.total
-        if not kept.lower(at):
-            passed_over.add(kept)  # backward is there
-            return
-        step, now = self.steps[-1], perf_counter()
-        step.note(now, self.ledger.total)
-        freed, more_ns = total - self.ledger.total, (part.ladder.rungs[at].ns - before.ns) * part.scale
-        step.lowerings.append(Lowering(kept.row, now - step.begun, self.ledger.total, freed, more_ns / 1e9))
-        for observer in observers:
-            observer.gave_up(kept.region(), freed, self.ledger.total)
 
     def _cheapest(self, passed_over: set[KeptRegion]) -> KeptRegion | None:
         """Return the region whose next rung costs least time for its bytes; of equal ones the first."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_remat.budgets.price import Choice, Part
 from torch_remat.ladders.kinds import Kind
@@ -94,35 +94,14 @@ class Row:
         }
 
 
-class Lowering(NamedTuple):
-    """What was evicted of one region in the middle of a step.
-
-    Attributes:
-        row: What reports know of the region.
-        seconds: When, from the step's begin.
-        kept_bytes: What all regions kept after it.
-        freed_bytes: What it has freed.
-        replay_seconds: What its replay takes more by it.
-    """
-
-    row: Row
-    seconds: float
-    kept_bytes: int
-    freed_bytes: int
-    replay_seconds: float
-
-
 @dataclass
 class Step:
     """What happened in one step.
 
     Attributes:
         limit_bytes: The most that regions were to keep.
-        begun: When it began, by `time.perf_counter`.
         choice: What was bought; None as long as nothing is known.
         rows: Its regions, in order.
-        kept: When its regions kept how many bytes, from its begin.
-        lowerings: What was evicted in it.
         most_bytes: The most that they kept.
         forward_bytes: What they kept when backward came to the first of them.
         peak_bytes: The most that was allocated at once above what was there at the step's start; 0 if not measured.
@@ -130,19 +109,15 @@ class Step:
     """
 
     limit_bytes: float
-    begun: float
     choice: Choice | None = None
     rows: list[Row] = field(default_factory=list)
-    kept: list[tuple[float, int]] = field(default_factory=list)
-    lowerings: list[Lowering] = field(default_factory=list)
     most_bytes: int = 0
     forward_bytes: int = 0
     peak_bytes: int = 0
     has_backward: bool = False
 
-    def note(self, now: float, kept: int) -> None:
+    def note(self, kept: int) -> None:
         """Note what the regions keep now."""
-        self.kept.append((now - self.begun, kept))
         self.most_bytes = max(self.most_bytes, kept)
 
     def sum_of(self, name: str) -> Any:
