@@ -29,8 +29,7 @@ from torch_remat._util.storages import Ledger
 from torch_remat._util.text import format_bytes
 from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, bytes_of, plain_region, registers_around
-from torch_remat.budgets.plain import PlainRegion
+from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, PlainRegion, bytes_of, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.price import Choice, Part, choose, rung_at
 from torch_remat.budgets.reserve import Reserve
@@ -220,7 +219,7 @@ class Budget(Data, Pictured):
         """Count a region that is to run as plain code."""
         assert row.part is not None
         row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
-        return plain_region(asked.owners, row)
+        return PlainRegion(asked.owners, row)
 
     def add_plain(self, plain: PlainRegion, row: Row) -> None:
         """Count a region that runs as plain code."""
