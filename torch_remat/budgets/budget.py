@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextvars import Token
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -29,13 +29,14 @@ from torch_remat._util.storages import Ledger
 from torch_remat._util.text import format_bytes
 from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, PlainRegion, bytes_of, registers_around
+from torch_remat.budgets.kept import Asked, Inside, KeptRegion, PlainRegion, bytes_of, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.price import Choice, Part, choose, rung_at
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_budget, format_head
 from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.ladder import Ladder, Rung
@@ -146,12 +147,8 @@ class Budget(Data, Pictured):
     def __enter__(self) -> Budget:
         around = [one for one in registers_around() if one is not self]
         tokens: list[Token[Keeping | None]] = self._entered.__dict__.setdefault("tokens", [])
-        tokens.append(keeping.set(self.inside(around)))
+        tokens.append(keeping.set(Inside((self, *around))))
         return self
-
-    def inside(self, around: Sequence[Owner]) -> Inside:
-        """Return what regions in a block ask, given the budgets around it."""
-        return Inside((self, *around))
 
     def __exit__(self, kind: object, *_: object) -> None:
         keeping.reset(self._entered.tokens.pop())
@@ -188,6 +185,9 @@ class Budget(Data, Pictured):
             if row.is_plain:
                 row.rung = row.part.ladder.as_region()
             return Begun(kind, shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
+
+    def expect(self, region: Region) -> None:
+        """A region begins that does not go by price."""
 
     def _rung_for(self, asked: Asked, row: Row, part: Part) -> Rung:
         """Return the rung that was bought for a region, or one below it that fits."""

@@ -49,6 +49,9 @@ class Owner(Protocol):
     def begin(self, asked: Asked) -> Begun:
         """Say what a region keeps that is about to begin."""
 
+    def expect(self, region: Region) -> None:
+        """A region begins that does not go by price."""
+
     def add(self, kept: KeptRegion) -> None:
         """Count a region that begins."""
 
@@ -242,10 +245,13 @@ class Inside:
         """Return what counts a region; None for one outside of budgets."""
         if not self.registers:
             return None
+        row = None if begun is None else begun.entry
+        if row is None:
+            self.registers[0].expect(region)
         with lock:
             for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
-            row = begun.entry if begun is not None and begun.entry is not None else Row(region.name)
+            row = Row(region.name) if row is None else row
             kept = KeptRegion(region, self.registers, row)
             if self._count is not None and region.options.chosen is None:
                 kept.collectives = Collectives(self._count, region.function)
