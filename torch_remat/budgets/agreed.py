@@ -171,9 +171,7 @@ class AgreedBudget(Budget):
         steps = list(self.steps)[self._first_step - self.step_count :]
         rows = [row for step in steps for row in step.rows if row.kind is not None]
         for row in rows:
-            row.look_up()
-            if row.part is not None:  # it was recorded, and kept nothing
-                row.more_bytes = row.kept_bytes - int(row.part.ladder.input_bytes * _scale_of(row))
+            row.learn()
         if max(one.blocks for one in self._buckets.values()) < _MEASURED:
             return
         other = sum(step.other_bytes() for step in steps)
@@ -182,11 +180,10 @@ class AgreedBudget(Budget):
         if not all(len(told) == len(rows) > 0 for told in ranks):
             return
         other, parts = max(others), _agree(rows, ranks)
-        most = sum(part.bytes_at(len(part.ladder.rungs) - 1) for part in parts) + other
-        fixed = sum(part.bytes_at(0) for part in parts) + other
+        most, least = price.ends(parts)
         bucket.limit = min(limits)
         if self.share is not None and self.share < 1:
-            bucket.limit = fixed + self.share * (most - fixed)
+            bucket.limit = least + other + self.share * (most - least)
         choice = price.choose(parts, bucket.limit - bucket.over - other, self.share is None)
         step = Step(bucket.limit, rows=list(map(_bought, rows, parts, choice.rungs)))
         bucket.bought = {(row.name, row.number): row for row in step.rows}
@@ -209,13 +206,9 @@ class AgreedBudget(Budget):
         part, row.rung = bought.part, bought.rung
         assert part is not None
         row.part = part._replace(scale=bytes_of(asked.leaves) / bought.input_bytes if bought.input_bytes else 1.0)
-        if row.is_plain and may_be_plain(asked):
-            with lock:
-                self.forget_dead()
-                return Begun(asked.kind, asked.shapes, row.rung, run=self._plain_region(asked, row).run)
-        if row.is_plain:
-            row.rung = part.ladder.as_region()
-        return Begun(asked.kind, asked.shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
+        with lock:
+            self.forget_dead()
+            return self._begun(asked, row, may_be_plain(asked))
 
     def expect(self, region: Region) -> None:
         """Note a region that begins, and does not go by price."""
@@ -247,13 +240,6 @@ def _structure(record: Record) -> object:
     return steps, len(record.sizes), sorted(record.saved), sorted(record.inputs), record.is_hidden, record.is_named
 
 
-def _scale_of(row: Row) -> float:
-    """Return how much larger a region is than the one that was recorded for it: of some shapes no forward was."""
-    assert row.part is not None
-    assert row.kind is not None
-    return 1.0 if row.kind.knows(row.shapes) else row.input_bytes / (row.part.ladder.input_bytes or 1)
-
-
 def _numbers(record: Record, scale: float) -> list[float]:
     """Return the bytes and nanoseconds of a record, for a region that is larger."""
     numbers = record.whole_bytes, record.whole_ns, *record.sizes, *(step.ns for step in record.steps)
@@ -263,7 +249,7 @@ def _numbers(record: Record, scale: float) -> list[float]:
 def _told(row: Row) -> _Told:
     """Return what this rank says of a region."""
     assert row.part is not None
-    record, scale = row.part.ladder.record, _scale_of(row)
+    record, scale = row.part.ladder.record, row.part.scale
     ends = _numbers(_ends_of(record, record.is_named), scale)
     communicates = bool(row.kind and row.kind.communicates)
     return _Told(

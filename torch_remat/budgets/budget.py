@@ -31,7 +31,7 @@ from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import Asked, Inside, KeptRegion, PlainRegion, bytes_of, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
-from torch_remat.budgets.price import Choice, Part, choose, rung_at
+from torch_remat.budgets.price import Choice, Part, choose, ends, rung_at
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_budget, format_head
@@ -70,10 +70,7 @@ def forget_steps() -> None:
 def _learn(step: Step) -> None:
     """Note what the regions of a step can keep, and what they have kept besides."""
     for row in step.rows:
-        if row.rung is None:  # it was recorded, and kept nothing
-            row.look_up()
-            if row.part is not None:
-                row.more_bytes = row.kept_bytes - row.part.ladder.rungs[0].bytes
+        row.learn()
         if row.kind is not None and row.part is not None and not row.is_plain:
             if len(_more) >= _MORE:
                 _more.clear()
@@ -172,19 +169,26 @@ class Budget(Data, Pictured):
             kind, shapes = asked.kind, asked.shapes
             number = self._counts[kind] = self._counts.get(kind, -1) + 1
             row = Row(asked.name, kind, number, shapes, asked.options.functions)
+            row.input_bytes = size
             if self.limit > 1 and kind.is_new(shapes):
                 return Begun(kind, shapes, is_new=True, entry=row)
             row.look_up()
             if row.part is None:
                 return Begun(kind, shapes, entry=row)
-            scale = 1.0 if kind.knows(shapes) else size / (row.part.ladder.input_bytes or 1)
-            row.part = row.part._replace(scale=scale, more_bytes=_more.get((kind, number), 0))
+            row.part = row.part._replace(more_bytes=_more.get((kind, number), 0))
             row.rung = self._rung_for(asked, row, row.part)
-            if row.is_plain and may_be_plain(asked) and not observers:  # which see regions alone
-                return Begun(kind, shapes, row.rung, run=self._plain_region(asked, row).run)
-            if row.is_plain:
-                row.rung = row.part.ladder.as_region()
-            return Begun(kind, shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
+            return self._begun(asked, row, may_be_plain(asked) and not observers)  # which see regions alone
+
+    def _begun(self, asked: Asked, row: Row, may_be_plain: bool) -> Begun:
+        """Return what is said of a region that keeps a rung, given whether it may be plain code."""
+        if row.is_plain:
+            assert row.part is not None
+            if may_be_plain:
+                row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
+                return Begun(asked.kind, asked.shapes, row.rung, run=PlainRegion(asked.owners, row).run)
+            row.rung = row.part.ladder.as_region()
+        kept = row.rung if row.rung is not None and row.rung.acts else None
+        return Begun(asked.kind, asked.shapes, kept, entry=row)
 
     def expect(self, region: Region) -> None:
         """A region begins that does not go by price."""
@@ -214,12 +218,6 @@ class Budget(Data, Pictured):
             while part.bytes_of(rung) > room and (at := part.ladder.below(rung)) >= 0:
                 rung = rungs[at]
         return rung
-
-    def _plain_region(self, asked: Asked, row: Row) -> PlainRegion:
-        """Count a region that is to run as plain code."""
-        assert row.part is not None
-        row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
-        return PlainRegion(asked.owners, row)
 
     def add_plain(self, plain: PlainRegion, row: Row) -> None:
         """Count a region that runs as plain code."""
@@ -284,9 +282,8 @@ class Budget(Data, Pictured):
         """Find the bytes of a share: of what the steps keep without checkpointing, and with all recomputed."""
         if self.share is None or not step.is_known:
             return
-        most = sum(part.ladder.whole_bytes * part.scale + part.more_bytes for part in step.parts()) + step.other_bytes()
-        least = sum(part.bytes_at(0) for part in step.parts()) + step.other_bytes()
-        self._measured = most, least = max(self._measured, (int(most * scale), int(least * scale)))
+        most, least = (int((size + step.other_bytes()) * scale) for size in ends(step.parts()))
+        self._measured = most, least = max(self._measured, (most, least))
         self.limit = self.budget_bytes = least + int(self.share * (most - least))
 
     def _buy(self, known: Step, scale: float) -> tuple[Choice, dict[tuple[Kind, int], tuple[Ladder, Rung]]]:

@@ -129,6 +129,12 @@ def peak(parts: Sequence[Part], rungs: Sequence[Rung]) -> float:
     return max(map(float.__add__, map(float, sums), filled), default=0.0)
 
 
+def ends(parts: Sequence[Part]) -> tuple[float, float]:
+    """Return what regions keep without checkpointing, and with all recomputed."""
+    most = sum(part.ladder.whole_bytes * part.scale + part.more_bytes for part in parts)
+    return most, sum(part.bytes_at(0) for part in parts)
+
+
 def curve(parts: Sequence[Part]) -> list[tuple[int, float]]:
     """Return what all steps keep and cost, from nothing kept to all, as bytes and nanoseconds."""
     total = sum(part.bytes_at(0) for part in parts)

@@ -56,12 +56,20 @@ class Row:
         self.input_bytes = self.kept_bytes = self.more_bytes = self.lowered_bytes = self.replays = 0
         self.begun = self.reached = self.forward_seconds = self.replay_seconds = 0.0
 
-    def look_up(self, scale: float = 1.0) -> None:
-        """Find what it can keep, if that is known by now."""
+    def look_up(self) -> None:
+        """Find what it can keep, if that is known by now; in proportion to its arguments if such were not recorded."""
         if self.part is None and self.kind is not None:
             fixed = ((), ()) if self.fixed is None else (self.fixed.decisions, self.fixed.left_out)
             if (ladder := self.kind.ladder(self.shapes, *fixed)) is not None:
-                self.part = Part(ladder, scale)
+                is_known = self.kind.knows(self.shapes) or not self.input_bytes
+                self.part = Part(ladder, 1.0 if is_known else self.input_bytes / (ladder.input_bytes or 1))
+
+    def learn(self) -> None:
+        """Find what it can keep, and if it was recorded, and kept nothing, what its author has saved."""
+        if self.rung is None:
+            self.look_up()
+            if self.part is not None:
+                self.more_bytes = self.kept_bytes - int(self.part.bytes_at(0))
 
     @property
     def is_plain(self) -> bool:
