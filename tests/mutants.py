@@ -753,7 +753,7 @@ MUTANTS = (
     ),
     Mutant(
         "replays not counted in a budget", "budgets", "budgets/price.py",
-        " or not _fits(parts, rungs, -place, rung, most)",
+        " and _fits(parts, rungs, place, high, most)",
         "",
     ),
     Mutant(

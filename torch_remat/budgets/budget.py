@@ -39,7 +39,7 @@ from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.ladders.kinds import Kind
-from torch_remat.ladders.ladder import Ladder, Rung
+from torch_remat.ladders.ladder import Ladder, Rung, gain
 from torch_remat.reports.report import Data, Pictured
 
 if TYPE_CHECKING:
@@ -384,10 +384,9 @@ class Budget(Data, Pictured):
             part, rung = kept.row.part, kept.row.rung
             assert part is not None
             assert rung is not None
-            low = part.ladder.rungs[at]
-            gain = (low.ns - rung.ns) / max(rung.bytes - low.bytes, 1)
-            if found is None or (gain, kept.row.begun) < (least, found.row.begun):
-                least, found = gain, kept
+            worth = gain(part.ladder.rungs[at], rung)
+            if found is None or (worth, kept.row.begun) < (least, found.row.begun):
+                least, found = worth, kept
         return found
 
     def note_too_much(self) -> None:
