@@ -149,7 +149,7 @@ def test_failure_that_nobody_was_told_of_is_told_when_the_offloader_goes(tmp_pat
     if directory == "gone":  # a temporary one, whose owner is done with it
         shutil.rmtree(tmp_path / "store")
     del offloader
-    assert len(told) == (directory == "there")
+    assert soon(lambda: len(told) == (directory == "there"))
 
 
 def test_warning_that_is_made_an_error_passes_backward_and_loses_nothing(tmp_path, writes):
@@ -319,9 +319,10 @@ def test_without_threads_tensors_stay_resident_and_one_warning_says_so(tmp_path,
 
 def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_path, monkeypatch):
     """The thread cannot wait for itself, so it cannot close what it works for."""
-    write, collected = files.write, []
+    write, collected, gone = files.write, [], threading.Event()
 
     def collecting(path, content):
+        assert gone.wait(20)
         collected.append(gc.collect())
         return write(path, content)
 
@@ -332,6 +333,7 @@ def test_offloader_in_a_cycle_is_closed_by_a_collection_in_its_own_thread(tmp_pa
         offloader.cycle = offloader
         offloader.offload(torch.ones(100), INFO)
         del offloader
+        gone.set()
         assert soon(lambda: list(tmp_path.iterdir()) == [])
         assert soon(lambda: collected and collected[0] > 0)
     finally:
