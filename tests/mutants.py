@@ -656,19 +656,19 @@ MUTANTS = (
         "self.value = value",
     ),
     Mutant(
-        "tensor sent twice", "offload", "offload/table.py",
-        "            if known.serves(tensor._version, placement):\n",
+        "tensor sent twice", "offload", "offload/sender.py",
+        "            if known.is_unchanged(placement):\n",
         "            if False:\n",
     ),
     Mutant(
         "copy to the host not awaited", "offload", "offload/cpu.py",
-        "if self.event is None or self.event.query():",
-        "if True:",
+        "            elif not self.event.query():\n                return False\n",
+        "",
     ),
     Mutant(
-        "bytes on the host not taken off", "offload", "offload/cpu.py",
-        "        self._host_bytes -= _host_bytes_of(ticket.stored.nbytes)\n",
-        "",
+        "bytes on the host not taken off", "offload", "offload/shared.py",
+        "`Offloader.release`.\"\"\"\n        self._away.pop(ticket, None)\n",
+        "`Offloader.release`.\"\"\"\n",
     ),
     Mutant(
         "prefetch without a bound", "offload", "offload/prefetch.py",
@@ -677,8 +677,8 @@ MUTANTS = (
     ),
     Mutant(
         "file not removed", "offload", "offload/disk.py",
-        "            ahead.cancel()\n        ticket.folder.remove_file(ticket.path)\n",
-        "            ahead.cancel()\n",
+        "        ticket.folder.remove_file(ticket.path)\n",
+        "",
     ),
     # Budgets.
     Mutant(
@@ -753,7 +753,7 @@ MUTANTS = (
     ),
     Mutant(
         "replays not counted in a budget", "budgets", "budgets/price.py",
-        " or not _fits(parts, rungs, -place, rung, most)",
+        " and _fits(parts, rungs, place, high, most)",
         "",
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """Memory budgets for regions: each keeps what is dearest to recompute, as far as the bytes go.
 
 `limit` has what users call; `budget` the object and its context manager; `price` buys for the regions of a step; `kept`
-is what regions ask and notify, `plain` those that run as plain code, `counted` their bytes by storage; `steps` notes
-what happened, for `text` and `pictures`; `fill` chooses what an offloader gets; `reserve` learns what backward needs on
+is what regions ask and notify, `counted` their bytes by storage; `steps` notes what happened, for `text` and
+`pictures`; `fill` chooses what an offloader gets; `reserve` learns what backward needs on
 top; `plan` makes decisions that last; `curve` shows what memory buys. `agreed` has budgets of several ranks,
 `group` what these ask of each other.
 """

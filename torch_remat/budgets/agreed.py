@@ -8,10 +8,10 @@ NOTE [ How ranks agree ]
    regions of the block before, twice, by how much that block passed the limit, and the bytes of the first region's
    inputs. What the ranks do next follows from the most of each, and from what they have reduced before.
 2. The bytes give a bucket of lengths. A bucket for which nothing was bought recomputes everything: that is equal on
-   each rank, and fits if anything does. When the forwards of such a block were recorded on all ranks, these reduce the
-   seconds and bytes of each call: of the most of each number all make the same ladders, and buy the same from them. If
-   ranks have run other calls in a region, or it communicates, it keeps everything or nothing: where calls are skipped,
-   a replay may start over on one rank, whose collectives nobody would join.
+   each rank, and fits if anything does. When the forwards of such a block were recorded on all ranks, these exchange
+   the seconds and bytes of each call: of the most of each number all make the same ladders, and buy the same from them.
+   If ranks have run other calls in a region, or it communicates, it keeps everything or nothing: where calls are
+   skipped, a replay may start over on one rank, whose collectives nobody would join.
 3. A rank that passes the limit goes on: alone it may give nothing up. The next block of that bucket recomputes
    everything, and what is bought then has that much less room.
 """
@@ -19,7 +19,7 @@ NOTE [ How ranks agree ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import zip_longest
@@ -29,11 +29,11 @@ from torch_remat.budgets import price
 from torch_remat.budgets.budget import UNLIMITED, Budget, may_be_plain
 from torch_remat.budgets.counted import lock
 from torch_remat.budgets.group import Ranks
-from torch_remat.budgets.kept import Asked, Inside, Owner, bytes_of
-from torch_remat.budgets.plan import Plan, planned_of
+from torch_remat.budgets.kept import Asked, bytes_of
+from torch_remat.budgets.plan import Plan, plan_of
 from torch_remat.budgets.price import Part
 from torch_remat.budgets.steps import Row, Step
-from torch_remat.dispatch.options import Begun, Keeper
+from torch_remat.dispatch.options import Begun
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import UsageError
 from torch_remat.ladders.kinds import Kind
@@ -44,18 +44,24 @@ _MEASURED = 3
 """So many blocks record before anything is bought."""
 
 
-class _Bought(NamedTuple):
-    """What one region keeps.
+class _Told(NamedTuple):
+    """What a rank says of one of its regions.
 
     Attributes:
-        part: What it could keep, by the most of all ranks' numbers.
-        rung: What it keeps.
-        input_bytes: Bytes of its arguments on this rank.
+        digest: A hash of what the region ran.
+        communicates: Whether it communicates.
+        is_named: Whether its author decides about calls inside.
+        numbers: The bytes and nanoseconds of its record.
+        ends: Those of its record as plain code alone.
+        more_bytes: What it keeps besides.
     """
 
-    part: Part
-    rung: Rung
-    input_bytes: int
+    digest: int
+    communicates: bool
+    is_named: bool
+    numbers: Sequence[float]
+    ends: Sequence[float]
+    more_bytes: int
 
 
 class _Bucket:
@@ -64,14 +70,14 @@ class _Bucket:
     Attributes:
         blocks: How many have recorded.
         over: How many bytes what was bought has passed the limit by, in all.
-        bought: What regions keep, by name and number; None if that is to be recorded.
+        bought: What regions keep, with what they could keep, by name and number; None if that is to be recorded.
         plan: The same as a plan.
         limit: The most that they keep by it.
     """
 
     def __init__(self) -> None:
         self.blocks = self.over = 0
-        self.bought: dict[tuple[str, int], _Bought] | None = None
+        self.bought: dict[tuple[str, int], Row] | None = None
         self.plan: Plan | None = None
         self.limit: float = UNLIMITED
 
@@ -110,10 +116,6 @@ class AgreedBudget(Budget):
         self._block += 1
         super().__exit__(kind, *raised)
 
-    def inside(self, around: Sequence[Owner]) -> Inside:
-        """Return what regions in a block ask."""
-        return _Inside(self, (self, *around))
-
     def plan(self) -> Plan:
         """Return the plan of the longest steps, on which all ranks have agreed; another world refuses it.
 
@@ -149,7 +151,7 @@ class AgreedBudget(Budget):
         if first != -last:
             raise _others([f"block {self._block}", *names], self._ranks)
         if self._bucket is not None and names:
-            self._end_block(self._bucket, over, blocks)
+            self._end_block(self._bucket, over)
         self._bucket = self._buckets.setdefault(bucket_of(size), _Bucket())
         self._names, self._over = [], 0.0
         self._numbers.clear()
@@ -159,62 +161,33 @@ class AgreedBudget(Budget):
                 self.limit = self._bucket.limit
             self._begin_step(kind, shapes, own)
 
-    def _end_block(self, bucket: _Bucket, over: int, blocks: Sequence[int]) -> None:
+    def _end_block(self, bucket: _Bucket, over: int) -> None:
         """Take what the block before was like, and buy if it is time; ``over`` is the most of all ranks."""
         if bucket.bought is not None:
-            if over and any(one.rung.acts or one.rung.is_plain for one in bucket.bought.values()):
+            if over and any(one.rung and (one.rung.acts or one.rung.is_plain) for one in bucket.bought.values()):
                 bucket.over, bucket.bought = bucket.over + over, None
             return
         bucket.blocks += 1
         steps = list(self.steps)[self._first_step - self.step_count :]
         rows = [row for step in steps for row in step.rows if row.kind is not None]
         for row in rows:
-            row.look_up()
-            if row.part is not None:  # it was recorded, and kept nothing
-                row.more_bytes = row.kept_bytes - int(row.part.ladder.input_bytes * _scale_of(row))
-        is_known = bool(rows) and all(row.part is not None for row in rows)
-        other = float(sum(step.other_bytes() for step in steps))
-        mine = [float(not is_known), -self.limit, len(rows), -len(rows), other]
-        unknown, least, first, last, other = self._ranks.most(mine, blocks)
-        if unknown or first != -last or max(one.blocks for one in self._buckets.values()) < _MEASURED:
+            row.learn()
+        if max(one.blocks for one in self._buckets.values()) < _MEASURED:
             return
-        parts = self._agree(rows, blocks)
-        most = sum(part.bytes_at(len(part.ladder.rungs) - 1) for part in parts) + other
-        fixed = sum(part.bytes_at(0) for part in parts) + other
-        bucket.limit = -least if self.share is None or self.share >= 1 else fixed + self.share * (most - fixed)
+        other = sum(step.other_bytes() for step in steps)
+        told = [_told(row) for row in rows] if all(row.part is not None for row in rows) else []
+        limits, others, ranks = zip(*self._ranks.all_of((self.limit, other, told)).values(), strict=True)
+        if not all(len(told) == len(rows) > 0 for told in ranks):
+            return
+        other, parts = max(others), _agree(rows, ranks)
+        most, least = price.ends(parts)
+        bucket.limit = min(limits)
+        if self.share is not None and self.share < 1:
+            bucket.limit = least + other + self.share * (most - least)
         choice = price.choose(parts, bucket.limit - bucket.over - other, self.share is None)
-        bucket.bought = {
-            (row.name, row.number): _Bought(part, rung, row.input_bytes)
-            for row, part, rung in zip(rows, parts, choice.rungs, strict=True)
-        }
-        bucket.plan = _plan_of(bucket.bought, self._ranks)
-
-    def _agree(self, rows: Sequence[Row], blocks: Sequence[int]) -> list[Part]:
-        """Return what regions can keep, by the most of all ranks' numbers."""
-        records = [row.part.ladder.record for row in rows if row.part is not None]
-        digests = [_digest(_structure(record)) for record in records]
-        told = [
-            (digest, -digest, bool(row.kind and row.kind.communicates), record.is_named)
-            for row, record, digest in zip(rows, records, digests, strict=True)
-        ]
-        found = iter(self._ranks.most([float(number) for one in told for number in one], blocks))
-        known, compared, mine = [], [], list[float]()
-        for row, record in zip(rows, records, strict=True):
-            first, last, communicates, is_named = (next(found) for _ in range(4))
-            is_same = first == -last and not communicates
-            compared.append(record if is_same else _ends_of(record, bool(is_named)))
-            known.append(int(first) if is_same else 0)
-            mine += [*_numbers(compared[-1], _scale_of(row)), row.more_bytes]
-        most = iter(self._ranks.most(mine, blocks))
-        parts, ladders = [], dict[Any, Ladder]()
-        for row, record, digest in zip(rows, compared, known, strict=True):
-            numbers = [next(most) for _ in range(_count(record))]
-            fixed = ((), ()) if row.fixed is None else (tuple(row.fixed.decisions), tuple(row.fixed.left_out))
-            key = digest, record.is_named, tuple(numbers), fixed
-            if (ladder := ladders.get(key)) is None:
-                ladder = ladders[key] = Ladder(_with_numbers(record, numbers), *fixed)
-            parts.append(Part(ladder, 1.0, int(next(most))))
-        return parts
+        step = Step(bucket.limit, rows=list(map(_bought, rows, parts, choice.rungs)))
+        bucket.bought = {(row.name, row.number): row for row in step.rows}
+        bucket.plan = Plan(plan_of(step), self._ranks.world)
 
     # What regions ask.
 
@@ -230,19 +203,20 @@ class AgreedBudget(Budget):
         bought = None if bucket is None or bucket.bought is None else bucket.bought.get((name, number))
         if bought is None:
             return Begun(asked.kind, asked.shapes, is_new=asked.kind.is_new(asked.shapes), entry=row)
-        part, row.rung, before = bought
-        row.part = part._replace(scale=bytes_of(asked.leaves) / before if before else 1.0)
-        if row.is_plain and may_be_plain(asked):
-            with lock:
-                self.forget_dead()
-                return Begun(asked.kind, asked.shapes, row.rung, run=self._plain_region(asked, row).run)
-        if row.is_plain:
-            row.rung = part.ladder.as_region()
-        return Begun(asked.kind, asked.shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
+        part, row.rung = bought.part, bought.rung
+        assert part is not None
+        row.part = part._replace(scale=bytes_of(asked.leaves) / bought.input_bytes if bought.input_bytes else 1.0)
+        with lock:
+            self.forget_dead()
+            return self._begun(asked, row, may_be_plain(asked))
 
-    def note_name(self, name: str) -> None:
-        """Note a region that does not go by price."""
-        self._names.append(f"{name} (not by price)")
+    def expect(self, region: Region) -> None:
+        """Note a region that begins, and does not go by price."""
+        if self.is_to_meet:
+            assert region.inputs is not None
+            self.meet(None, None, bytes_of(region.inputs.given))
+        if region.options.price is None:  # else it may be plain code, on one rank alone
+            self._names.append(f"{region.name} (not by price)")
 
     def make_room(self) -> None:
         """Note by how much the limit is exceeded: giving something up is not for this rank to decide."""
@@ -251,26 +225,6 @@ class AgreedBudget(Budget):
 
     def _like(self) -> tuple[Step | None, float]:
         return None, 1.0  # ranks have bought together
-
-
-class _Inside(Inside):
-    """What regions ask in a block of a budget with a group."""
-
-    __slots__ = ("_budget",)
-
-    def __init__(self, budget: AgreedBudget, registers: Sequence[Owner]) -> None:
-        super().__init__(registers)
-        self._budget = budget
-
-    def keeper(self, region: Region, begun: Begun | None) -> Keeper | None:
-        """Return what counts a region."""
-        if begun is None or begun.entry is None:  # it does not go by the price of this budget
-            if self._budget.is_to_meet:
-                assert region.inputs is not None
-                self._budget.meet(None, None, bytes_of(region.inputs.given))
-            if region.options.price is None:  # else it may be plain code, on one rank alone
-                self._budget.note_name(region.name)
-        return super().keeper(region, begun)
 
 
 def _digest(value: object) -> int:
@@ -286,22 +240,47 @@ def _structure(record: Record) -> object:
     return steps, len(record.sizes), sorted(record.saved), sorted(record.inputs), record.is_hidden, record.is_named
 
 
-def _scale_of(row: Row) -> float:
-    """Return how much larger a region is than the one that was recorded for it: of some shapes no forward was."""
-    assert row.part is not None
-    assert row.kind is not None
-    return 1.0 if row.kind.knows(row.shapes) else row.input_bytes / (row.part.ladder.input_bytes or 1)
-
-
 def _numbers(record: Record, scale: float) -> list[float]:
     """Return the bytes and nanoseconds of a record, for a region that is larger."""
     numbers = record.whole_bytes, record.whole_ns, *record.sizes, *(step.ns for step in record.steps)
     return [number * scale for number in numbers]
 
 
-def _count(record: Record) -> int:
-    """Return how many numbers a record has."""
-    return 2 + len(record.sizes) + len(record.steps)
+def _told(row: Row) -> _Told:
+    """Return what this rank says of a region."""
+    assert row.part is not None
+    record, scale = row.part.ladder.record, row.part.scale
+    ends = _numbers(_ends_of(record, record.is_named), scale)
+    communicates = bool(row.kind and row.kind.communicates)
+    return _Told(
+        _digest(_structure(record)), communicates, record.is_named, _numbers(record, scale), ends, row.more_bytes
+    )
+
+
+def _agree(rows: Sequence[Row], ranks: Sequence[Sequence[_Told]]) -> list[Part]:
+    """Return what regions can keep, by the most of all ranks' numbers."""
+    parts, ladders = [], dict[Any, Ladder]()
+    for row, told in zip(rows, zip(*ranks, strict=True), strict=True):
+        assert row.part is not None
+        record, is_named = row.part.ladder.record, any(one.is_named for one in told)
+        is_same = len({one.digest for one in told}) == 1 and not any(one.communicates for one in told)
+        if not is_same:
+            record = _ends_of(record, is_named)
+        most = [max(column) for column in zip(*(one.numbers if is_same else one.ends for one in told), strict=True)]
+        fixed = ((), ()) if row.fixed is None else (tuple(row.fixed.decisions), tuple(row.fixed.left_out))
+        key = told[0].digest if is_same else is_named, tuple(most), fixed
+        if (ladder := ladders.get(key)) is None:
+            ladder = ladders[key] = Ladder(_with_numbers(record, most), *fixed)
+        parts.append(Part(ladder, 1.0, max(one.more_bytes for one in told)))
+    return parts
+
+
+def _bought(row: Row, part: Part, rung: Rung) -> Row:
+    """Return what a region keeps by what all ranks have agreed on."""
+    bought = Row(row.name, number=row.number)
+    bought.part, bought.rung, bought.input_bytes = part, rung, row.input_bytes
+    bought.kept_bytes = int(rung.bytes) + part.more_bytes
+    return bought
 
 
 def _ends_of(record: Record, is_named: bool) -> Record:
@@ -324,17 +303,6 @@ def _with_numbers(record: Record, numbers: Sequence[float]) -> Record:
     sizes, times = others[: len(record.sizes)], others[len(record.sizes) :]
     steps = [replace(step, ns=ns) for step, ns in zip(record.steps, times, strict=True)]
     return replace(record, steps=steps, sizes=sizes, whole_bytes=whole_bytes, whole_ns=whole_ns)
-
-
-def _plan_of(bought: Mapping[tuple[str, int], _Bought], ranks: Ranks) -> Plan:
-    """Return what was bought as a plan."""
-    names: dict[str, list[Row]] = {}
-    for (name, _), (part, rung, input_bytes) in bought.items():
-        row = Row(name)
-        row.part, row.rung, row.kept_bytes = part, rung, int(rung.bytes) + part.more_bytes
-        row.input_bytes = input_bytes
-        names.setdefault(name, []).append(row)
-    return Plan({name: planned_of(rows) for name, rows in names.items()}, ranks.world)
 
 
 def bucket_of(size: int) -> int:

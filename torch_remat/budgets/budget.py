@@ -19,9 +19,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextvars import Token
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,17 +29,17 @@ from torch_remat._util.storages import Ledger
 from torch_remat._util.text import format_bytes
 from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
-from torch_remat.budgets.kept import Asked, Inside, KeptRegion, Owner, bytes_of, plain_region, registers_around
-from torch_remat.budgets.plain import PlainRegion
+from torch_remat.budgets.kept import Asked, Inside, KeptRegion, PlainRegion, bytes_of, registers_around
 from torch_remat.budgets.plan import Plan, largest, plan_of
-from torch_remat.budgets.price import Choice, Part, choose, rung_at
+from torch_remat.budgets.price import Choice, Part, choose, ends, rung_at
 from torch_remat.budgets.reserve import Reserve
-from torch_remat.budgets.steps import Lowering, Row, Step
+from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_budget, format_head
 from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.ladders.kinds import Kind
-from torch_remat.ladders.ladder import Ladder, Rung
+from torch_remat.ladders.ladder import Ladder, Rung, gain
 from torch_remat.reports.report import Data, Pictured
 
 if TYPE_CHECKING:
@@ -71,10 +70,7 @@ def forget_steps() -> None:
 def _learn(step: Step) -> None:
     """Note what the regions of a step can keep, and what they have kept besides."""
     for row in step.rows:
-        if row.rung is None:  # it was recorded, and kept nothing
-            row.look_up()
-            if row.part is not None:
-                row.more_bytes = row.kept_bytes - row.part.ladder.rungs[0].bytes
+        row.learn()
         if row.kind is not None and row.part is not None and not row.is_plain:
             if len(_more) >= _MORE:
                 _more.clear()
@@ -148,12 +144,8 @@ class Budget(Data, Pictured):
     def __enter__(self) -> Budget:
         around = [one for one in registers_around() if one is not self]
         tokens: list[Token[Keeping | None]] = self._entered.__dict__.setdefault("tokens", [])
-        tokens.append(keeping.set(self.inside(around)))
+        tokens.append(keeping.set(Inside((self, *around))))
         return self
-
-    def inside(self, around: Sequence[Owner]) -> Inside:
-        """Return what regions in a block ask, given the budgets around it."""
-        return Inside((self, *around))
 
     def __exit__(self, kind: object, *_: object) -> None:
         keeping.reset(self._entered.tokens.pop())
@@ -177,19 +169,29 @@ class Budget(Data, Pictured):
             kind, shapes = asked.kind, asked.shapes
             number = self._counts[kind] = self._counts.get(kind, -1) + 1
             row = Row(asked.name, kind, number, shapes, asked.options.functions)
+            row.input_bytes = size
             if self.limit > 1 and kind.is_new(shapes):
                 return Begun(kind, shapes, is_new=True, entry=row)
             row.look_up()
             if row.part is None:
                 return Begun(kind, shapes, entry=row)
-            scale = 1.0 if kind.knows(shapes) else size / (row.part.ladder.input_bytes or 1)
-            row.part = row.part._replace(scale=scale, more_bytes=_more.get((kind, number), 0))
+            row.part = row.part._replace(more_bytes=_more.get((kind, number), 0))
             row.rung = self._rung_for(asked, row, row.part)
-            if row.is_plain and may_be_plain(asked) and not observers:  # which see regions alone
-                return Begun(kind, shapes, row.rung, run=self._plain_region(asked, row).run)
-            if row.is_plain:
-                row.rung = row.part.ladder.as_region()
-            return Begun(kind, shapes, row.rung if row.rung is not None and row.rung.acts else None, entry=row)
+            return self._begun(asked, row, may_be_plain(asked) and not observers)  # which see regions alone
+
+    def _begun(self, asked: Asked, row: Row, may_be_plain: bool) -> Begun:
+        """Return what is said of a region that keeps a rung, given whether it may be plain code."""
+        if row.is_plain:
+            assert row.part is not None
+            if may_be_plain:
+                row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
+                return Begun(asked.kind, asked.shapes, row.rung, run=PlainRegion(asked.owners, row).run)
+            row.rung = row.part.ladder.as_region()
+        kept = row.rung if row.rung is not None and row.rung.acts else None
+        return Begun(asked.kind, asked.shapes, kept, entry=row)
+
+    def expect(self, region: Region) -> None:
+        """A region begins that does not go by price."""
 
     def _rung_for(self, asked: Asked, row: Row, part: Part) -> Rung:
         """Return the rung that was bought for a region, or one below it that fits."""
@@ -217,12 +219,6 @@ class Budget(Data, Pictured):
                 rung = rungs[at]
         return rung
 
-    def _plain_region(self, asked: Asked, row: Row) -> PlainRegion:
-        """Count a region that is to run as plain code."""
-        assert row.part is not None
-        row.kept_bytes = row.whole_bytes + min(row.part.more_bytes, 0)
-        return plain_region(asked.owners, row)
-
     def add_plain(self, plain: PlainRegion, row: Row) -> None:
         """Count a region that runs as plain code."""
         if self._is_new_step():  # it goes by the price of an inner budget
@@ -234,7 +230,7 @@ class Budget(Data, Pictured):
         step.rows.append(row)
         if self.ledger.total > self.limit:
             self.make_room()
-        step.note(perf_counter(), self.ledger.total)
+        step.note(self.ledger.total)
 
     def add(self, kept: KeptRegion) -> None:
         """Count a region that begins."""
@@ -264,7 +260,7 @@ class Budget(Data, Pictured):
                 self._reserve.end(last)
             self.reserve_bytes = self._reserve.begin(size, last)
             self.limit = max(self.budget_bytes - self.reserve_bytes, 0)
-        step = Step(self.limit, perf_counter())
+        step = Step(self.limit)
         self._counts, self._bought, self._rest_bytes = {}, {}, 0.0
         if known is not None and known.is_known and self.limit < UNLIMITED:
             step.choice, self._bought = self._buy(known, scale)
@@ -286,9 +282,8 @@ class Budget(Data, Pictured):
         """Find the bytes of a share: of what the steps keep without checkpointing, and with all recomputed."""
         if self.share is None or not step.is_known:
             return
-        most = sum(part.ladder.whole_bytes * part.scale + part.more_bytes for part in step.parts()) + step.other_bytes()
-        least = sum(part.bytes_at(0) for part in step.parts()) + step.other_bytes()
-        self._measured = most, least = max(self._measured, (int(most * scale), int(least * scale)))
+        most, least = (int((size + step.other_bytes()) * scale) for size in ends(step.parts()))
+        self._measured = most, least = max(self._measured, (most, least))
         self.limit = self.budget_bytes = least + int(self.share * (most - least))
 
     def _buy(self, known: Step, scale: float) -> tuple[Choice, dict[tuple[Kind, int], tuple[Ladder, Rung]]]:
@@ -327,7 +322,7 @@ class Budget(Data, Pictured):
             step.rows.append(kept.row)
             if self.ledger.total > self.limit:
                 self.make_room()
-            step.note(perf_counter(), self.ledger.total)
+            step.note(self.ledger.total)
         self._warn_once()
 
     def reached(self) -> None:
@@ -343,7 +338,7 @@ class Budget(Data, Pictured):
                         _known.clear()
                     _known.pop(self._first[:2], None)  # the latest is the last
                     _known[self._first[:2]] = step, self._first[2]
-            step.note(perf_counter(), self.ledger.total)
+            step.note(self.ledger.total)
             if graph_task() == self.backward:
                 return
             self.backward = graph_task()
@@ -367,29 +362,18 @@ class Budget(Data, Pictured):
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                self._lower(found, passed_over)
+                total = self.ledger.total
+                if not found.lower(found.next_rung()):
+                    passed_over.add(found)  # backward is there
+                    continue
+                for observer in observers:
+                    observer.gave_up(found.region(), total - self.ledger.total, self.ledger.total)
             elif self._changed:
                 self._changed = False
                 self.refresh()
             else:
                 break
         self.note_too_much()
-
-    def _lower(self, kept: KeptRegion, passed_over: set[KeptRegion]) -> None:
-        """Evict of a region what its next rung does not keep."""
-        part, before, at = kept.row.part, kept.row.rung, kept.next_rung()
-        assert part is not None
-        assert before is not None
-        total = self.ledger.total
-        if not kept.lower(at):
-            passed_over.add(kept)  # backward is there
-            return
-        step, now = self.steps[-1], perf_counter()
-        step.note(now, self.ledger.total)
-        freed, more_ns = total - self.ledger.total, (part.ladder.rungs[at].ns - before.ns) * part.scale
-        step.lowerings.append(Lowering(kept.row, now - step.begun, self.ledger.total, freed, more_ns / 1e9))
-        for observer in observers:
-            observer.gave_up(kept.region(), freed, self.ledger.total)
 
     def _cheapest(self, passed_over: set[KeptRegion]) -> KeptRegion | None:
         """Return the region whose next rung costs least time for its bytes; of equal ones the first."""
@@ -400,10 +384,9 @@ class Budget(Data, Pictured):
             part, rung = kept.row.part, kept.row.rung
             assert part is not None
             assert rung is not None
-            low = part.ladder.rungs[at]
-            gain = (low.ns - rung.ns) / max(rung.bytes - low.bytes, 1)
-            if found is None or (gain, kept.row.begun) < (least, found.row.begun):
-                least, found = gain, kept
+            worth = gain(part.ladder.rungs[at], rung)
+            if found is None or (worth, kept.row.begun) < (least, found.row.begun):
+                least, found = worth, kept
         return found
 
     def note_too_much(self) -> None:

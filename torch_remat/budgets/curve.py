@@ -13,10 +13,10 @@ import torch
 from torch_remat._compat import accelerator_type, eager_only
 from torch_remat._util.text import format_bytes
 from torch_remat.budgets.budget import Budget
+from torch_remat.budgets.pictures import draw_curve
 from torch_remat.budgets.price import choose, curve
 from torch_remat.budgets.steps import Step
 from torch_remat.errors import UsageError
-from torch_remat.reports.pictures import INK, new_figure
 from torch_remat.reports.report import Block, Pictured, Report
 
 if TYPE_CHECKING:
@@ -67,15 +67,8 @@ class Frontier(Report, Pictured):
         return blocks
 
     def draw(self) -> Figure:
-        """Draw step time against what regions keep."""
-        figure = new_figure(7.0, 4.0, "What memory buys")
-        axes = figure.add_subplot()
-        sizes = [point.kept_bytes / 2**20 for point in self.points]
-        axes.plot(sizes, [one.seconds * 1e3 for one in self.points], color=INK, marker="o")
-        axes.set_xlabel("kept by regions, MiB")
-        axes.set_ylabel("milliseconds a step")
-        axes.set_ylim(bottom=0)
-        return figure
+        """Draw the time of recomputation against what regions keep."""
+        return draw_curve("What memory buys", [(one.kept_bytes, one.replay_seconds * 1e9) for one in self.points])
 
 
 @eager_only
@@ -92,7 +85,7 @@ def frontier(function: Callable[..., Any], *args: Any, budgets: int = 6, **kwarg
         **kwargs: Its keyword arguments.
 
     Returns:
-        A point for each budget, whose ``str`` is a table and whose ``plot(path)`` draws step time against memory.
+        A point for each budget, whose ``str`` is a table and whose ``plot(path)`` draws recomputation against memory.
 
     Raises:
         UsageError: No region runs in the function, or a number is too small.

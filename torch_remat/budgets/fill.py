@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_remat.budgets.price import Part, gain
+from torch_remat.budgets.price import Part, in_order
 from torch_remat.ladders.ladder import Ladder, Rung
 from torch_remat.offload.sender import Offloaded
 
@@ -51,13 +51,10 @@ class Filler:
     def fill(self, bought: Mapping[Any, tuple[Ladder, Rung]], parts: Sequence[Part]) -> dict[Any, tuple[Ladder, Rung]]:
         """Return the regions that get a higher rung, with it."""
         at = {key: sum(one.bytes <= rung.bytes for one in ladder.rungs) - 1 for key, (ladder, rung) in bought.items()}
-        steps = sorted(
-            (-gain(part, rung), place, rung, key)
-            for place, (key, part) in enumerate(zip(bought, parts, strict=True))
-            for rung in range(at[key], len(part.ladder.rungs) - 1)
-        )
         left, found = float(self.bytes), dict[Any, tuple[Ladder, Rung]]()
-        for _, place, rung, key in steps:
+        keys = list(bought)
+        for place, rung in in_order(parts):
+            key = keys[place]
             ladder, low = bought[key]
             high = ladder.rungs[rung + 1]
             more = (high.bytes - max(low.bytes, ladder.rungs[rung].bytes)) * parts[place].scale

@@ -92,11 +92,12 @@ class Ranks:
     def all_of(self, value: Any) -> dict[int, Any]:
         """Return a value of each rank, by rank."""
         known = {self.rank: value}
-        for group in self._groups:
-            parts: list[Any] = [None] * group.size()
-            dist.all_gather_object(parts, known, group)
-            for part in parts:
-                known.update(part)
+        with without_dispatch_modes(), torch.no_grad():
+            for group in self._groups:
+                parts: list[Any] = [None] * group.size()
+                dist.all_gather_object(parts, known, group)
+                for part in parts:
+                    known.update(part)
         return dict(sorted(known.items()))
 
     def leave_word(self, block: int, kind: type[BaseException]) -> None:

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 from torch import Tensor, strided
 
-from torch_remat._compat import collective_counter, graph_task
+from torch_remat._compat import collective_counter, graph_is_kept, graph_task, node_number, sequence_number
 from torch_remat._util.storages import Ledger, parts_of
 from torch_remat.budgets.counted import Counted, lock
-from torch_remat.budgets.plain import PLAIN, PlainRegion
 from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.call.collectives import Collectives
 from torch_remat.dispatch.call.lowering import lower
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Begun, Keeper, Keeping, Options, keeping
+from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import UsageError
 from torch_remat.ladders.kinds import Kind
@@ -48,6 +48,9 @@ class Owner(Protocol):
 
     def begin(self, asked: Asked) -> Begun:
         """Say what a region keeps that is about to begin."""
+
+    def expect(self, region: Region) -> None:
+        """A region begins that does not go by price."""
 
     def add(self, kept: KeptRegion) -> None:
         """Count a region that begins."""
@@ -76,7 +79,7 @@ def bytes_of(leaves: Sequence[Any]) -> int:
     return size
 
 
-class Asked:
+class Asked(NamedTuple):
     """A region that is about to begin, and what it asks.
 
     Attributes:
@@ -88,19 +91,12 @@ class Asked:
         owners: The budgets around it, innermost first.
     """
 
-    __slots__ = ("function", "kind", "leaves", "options", "owners", "shapes")
-
-    def __init__(
-        self,
-        options: Options,
-        function: Callable[..., Any],
-        leaves: Sequence[Any],
-        kind: Kind,
-        shapes: Hashable,
-        owners: Sequence[Any],
-    ) -> None:
-        self.options, self.function, self.leaves = options, function, leaves
-        self.kind, self.shapes, self.owners = kind, shapes, owners
+    options: Options
+    function: Callable[..., Any]
+    leaves: Sequence[Any]
+    kind: Kind
+    shapes: Hashable
+    owners: Sequence[Owner]
 
     @property
     def name(self) -> str:
@@ -238,7 +234,7 @@ class Inside:
             row = Row(asked.name)
             row.rung, row.kept_bytes = rung, int(rung.bytes)
             with lock:
-                return Begun(kind, shapes, rung, run=plain_region(self.registers, row).run)
+                return Begun(kind, shapes, rung, run=PlainRegion(self.registers, row).run)
         if kind.communicates and options.functions is not None:
             return Begun(kind, shapes)  # by its policy alone: a forward that is recorded here would keep nothing
         if kind.communicates and self._count is not None:
@@ -249,10 +245,13 @@ class Inside:
         """Return what counts a region; None for one outside of budgets."""
         if not self.registers:
             return None
+        row = None if begun is None else begun.entry
+        if row is None:
+            self.registers[0].expect(region)
         with lock:
             for one in self.registers:
                 one.forget_dead()  # the inputs may be where something was that is gone
-            row = begun.entry if begun is not None and begun.entry is not None else Row(region.name)
+            row = Row(region.name) if row is None else row
             kept = KeptRegion(region, self.registers, row)
             if self._count is not None and region.options.chosen is None:
                 kept.collectives = Collectives(self._count, region.function)
@@ -261,18 +260,64 @@ class Inside:
         return kept
 
 
-def plain_region(owners: Sequence[Any], row: Row) -> PlainRegion:
-    """Count a region that is to run as plain code in its budgets."""
-    row.begun = perf_counter()
-    plain = PlainRegion(owners)
-    for owner in owners:
-        owner.add_plain(plain, row)
-    return plain
+class PlainRegion:
+    """One region that runs as plain code, as long as its graph lives: all that it keeps fits.
+
+    It has no holders: a hook runs when backward comes.
+
+    Args:
+        owners: The budgets that count it.
+        row: What reports know of it.
+
+    Attributes:
+        is_over: Whether a backward has come to it that frees its graph.
+    """
+
+    __slots__ = ("__weakref__", "_owners", "is_over")
+
+    def __init__(self, owners: Sequence[Owner], row: Row) -> None:
+        self._owners = owners
+        self.is_over = False
+        row.begun = perf_counter()
+        for owner in owners:
+            owner.add_plain(self, row)
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call its function and return the output, whose graph holds this from now on."""
+        first_number = sequence_number()
+        output = run_plain(function, args, kwargs)
+        for node in boundary_nodes(tensors_of(output)):
+            if node_number(node) >= first_number:
+                node.register_prehook(self._reach)
+        return output
+
+    def _reach(self, _grad_outputs: object) -> None:
+        self.is_over = not graph_is_kept()
+        for owner in self._owners:
+            if graph_task() != owner.backward:
+                owner.reached()
+
+
+class _InsidePlain:
+    """What regions ask inside of one that is plain code: they are, too."""
+
+    registers: Sequence[Owner] = ()
+
+    def begin(
+        self, options: Options, function: Callable[..., Any], leaves: Sequence[Any], kind: Kind, shapes: Hashable
+    ) -> Begun:
+        return Begun(kind, shapes, run=lambda function, args, kwargs: function(*args, **kwargs))
+
+    def keeper(self, region: Region, begun: Begun | None) -> None:
+        return None
+
+
+_INSIDE_PLAIN: Keeping = _InsidePlain()
 
 
 def run_plain(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a region as plain code, and those in it."""
-    token = keeping.set(PLAIN)
+    token = keeping.set(_INSIDE_PLAIN)
     try:
         return function(*args, **kwargs)
     finally:

@@ -11,7 +11,6 @@ from torch_remat.budgets.steps import Step
 from torch_remat.reports.pictures import GREY, INK, new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MIB = 2**20
@@ -19,12 +18,10 @@ _MIB = 2**20
 
 def draw_budget(budget: Any, step: Step) -> Figure:
     """Draw what the regions of a step could keep, and what they kept."""
-    figure = new_figure(7.0, 4.0, f"What memory buys: a budget of {budget.told}")
-    axes = figure.add_subplot()
-    draw_curve(axes, [(size + step.other_bytes(), ns) for size, ns in curve(step.parts())])
-    kept = step.sum_of("kept_bytes")
-    ns = sum(row.rung.ns * row.part.scale for row in step.rows if row.rung is not None and row.part is not None)
-    ns += sum(row.part.ladder.rungs[0].ns * row.part.scale for row in step.rows if row.rung is None and row.part)
+    points = [(size + step.other_bytes(), ns) for size, ns in curve(step.parts())]
+    figure = draw_curve(f"What memory buys: a budget of {budget.told}", points)
+    axes, kept = figure.axes[0], step.sum_of("kept_bytes")
+    ns = sum((row.rung or row.part.ladder.rungs[0]).ns * row.part.scale for row in step.rows if row.part is not None)
     axes.plot([kept / _MIB], [ns / 1e6], "o", color=INK, label=f"this step: {format_bytes(kept)}, {ns / 1e6:.3g} ms")
     if step.limit_bytes <= 2 * max(kept, 1):
         axes.axvline(
@@ -34,8 +31,10 @@ def draw_budget(budget: Any, step: Step) -> Figure:
     return figure
 
 
-def draw_curve(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
+def draw_curve(title: str, points: Sequence[tuple[int, float]]) -> Figure:
     """Draw nanoseconds by bytes, and beside it the same with the first n blocks recomputed: a straight line."""
+    figure = new_figure(7.0, 4.0, title)
+    axes = figure.add_subplot()
     sizes, times = [size / _MIB for size, _ in points], [ns / 1e6 for _, ns in points]
     axes.plot(
         [sizes[0], sizes[-1]], [times[0], times[-1]], color=GREY, linestyle="--", label="the first n blocks, if equal"
@@ -44,3 +43,5 @@ def draw_curve(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
     axes.set_xlabel("kept by regions, MiB")
     axes.set_ylabel("milliseconds recomputed in a step")
     axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right", frameon=False)
+    return figure

@@ -11,12 +11,11 @@ equal steps the later region buys first: its replay would come when the others s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from torch_remat.ladders.ladder import Ladder, Rung
+from torch_remat.ladders.ladder import Ladder, Rung, gain
 
 _WORTH = 20  # what is left over has to spare one part in so many of what a region costs
 
@@ -80,19 +79,15 @@ def choose(parts: Sequence[Part], limit: float, counts_replays: bool) -> Choice:
     most = max(limit, peak(parts, rungs)) if counts_replays else inf
     total = sum(part.bytes_at(0) for part in parts)
     refused = (0.0, 0)
-    steps: list[tuple[float, int]] = [(-gain(part, 0), -place) for place, part in enumerate(parts) if _has(part, 0)]
-    heapify(steps)
-    while steps:
-        negative, place = heappop(steps)
-        part = parts[-place]
-        rung = part.ladder.rungs[at[-place] + 1]
-        more = part.bytes_of(rung) - part.bytes_of(rungs[-place])
-        if total + more > limit or not _fits(parts, rungs, -place, rung, most):
-            refused = refused if refused[1] else (-negative, int(more))
-            continue  # what comes later on this ladder is worth less
-        total, at[-place], rungs[-place] = total + more, at[-place] + 1, rung
-        if _has(part, at[-place]):
-            heappush(steps, (-gain(part, at[-place]), place))
+    for place, rung in in_order(parts):
+        if at[place] != rung:
+            continue  # what comes later on a ladder is worth less than what was refused
+        part, low, high = parts[place], *parts[place].ladder.rungs[rung : rung + 2]
+        more = part.bytes_of(high) - part.bytes_of(low)
+        if total + more <= limit and _fits(parts, rungs, place, high, most):
+            total, at[place], rungs[place] = total + more, rung + 1, high
+        elif not refused[1]:
+            refused = gain(low, high), int(more)
     if refused[1]:
         total = _spend_rest(parts, rungs, total, limit, most)
     ns = sum(rung.ns * part.scale for part, rung in zip(parts, rungs, strict=True))
@@ -129,37 +124,38 @@ def peak(parts: Sequence[Part], rungs: Sequence[Rung]) -> float:
     return max(map(float.__add__, map(float, sums), filled), default=0.0)
 
 
+def ends(parts: Sequence[Part]) -> tuple[float, float]:
+    """Return what regions keep without checkpointing, and with all recomputed."""
+    most = sum(part.ladder.whole_bytes * part.scale + part.more_bytes for part in parts)
+    return most, sum(part.bytes_at(0) for part in parts)
+
+
 def curve(parts: Sequence[Part]) -> list[tuple[int, float]]:
     """Return what all steps keep and cost, from nothing kept to all, as bytes and nanoseconds."""
     total = sum(part.bytes_at(0) for part in parts)
     ns = sum(part.ladder.rungs[0].ns * part.scale for part in parts)
-    steps = sorted(
-        (-gain(part, rung), place, rung)
-        for place, part in enumerate(parts)
-        for rung in range(len(part.ladder.rungs) - 1)
-    )
     points = [(int(total), ns)]
-    for _, place, rung in steps:
-        part = parts[place]
-        total += part.bytes_at(rung + 1) - part.bytes_at(rung)
-        ns -= (part.ladder.rungs[rung].ns - part.ladder.rungs[rung + 1].ns) * part.scale
+    for place, rung in in_order(parts):
+        part, low, high = parts[place], *parts[place].ladder.rungs[rung : rung + 2]
+        total += part.bytes_of(high) - part.bytes_of(low)
+        ns -= (low.ns - high.ns) * part.scale
         points.append((int(total), ns))
     return points
 
 
-def _has(part: Part, rung: int) -> bool:
-    return rung + 1 < len(part.ladder.rungs)
-
-
-def gain(part: Part, rung: int) -> float:
-    """Return the nanoseconds that a byte spares from one rung to the next."""
-    low, high = part.ladder.rungs[rung : rung + 2]
-    return (low.ns - high.ns) / max(high.bytes - low.bytes, 1)
+def in_order(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Return all steps from a rung to the next, as a region and the number of the rung, the dearest first."""
+    steps = [
+        (-gain(*rungs), -place, at)
+        for place, part in enumerate(parts)
+        for at, rungs in enumerate(pairwise(part.ladder.rungs))
+    ]
+    return [(-place, at) for _, place, at in sorted(steps)]
 
 
 def rung_at(ladder: Ladder, price: float) -> tuple[Rung, int]:
     """Return the highest rung that is worth a price in nanoseconds for a byte, and its number."""
     at = 0
-    while at + 1 < len(ladder.rungs) and gain(Part(ladder), at) >= price:
+    while at + 1 < len(ladder.rungs) and gain(ladder.rungs[at], ladder.rungs[at + 1]) >= price:
         at += 1
     return ladder.rungs[at], at

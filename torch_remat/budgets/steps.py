@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_remat.budgets.price import Choice, Part
 from torch_remat.ladders.kinds import Kind
@@ -56,12 +56,20 @@ class Row:
         self.input_bytes = self.kept_bytes = self.more_bytes = self.lowered_bytes = self.replays = 0
         self.begun = self.reached = self.forward_seconds = self.replay_seconds = 0.0
 
-    def look_up(self, scale: float = 1.0) -> None:
-        """Find what it can keep, if that is known by now."""
+    def look_up(self) -> None:
+        """Find what it can keep, if that is known by now; in proportion to its arguments if such were not recorded."""
         if self.part is None and self.kind is not None:
             fixed = ((), ()) if self.fixed is None else (self.fixed.decisions, self.fixed.left_out)
             if (ladder := self.kind.ladder(self.shapes, *fixed)) is not None:
-                self.part = Part(ladder, scale)
+                is_known = self.kind.knows(self.shapes) or not self.input_bytes
+                self.part = Part(ladder, 1.0 if is_known else self.input_bytes / (ladder.input_bytes or 1))
+
+    def learn(self) -> None:
+        """Find what it can keep, and if it was recorded, and kept nothing, what its author has saved."""
+        if self.rung is None:
+            self.look_up()
+            if self.part is not None:
+                self.more_bytes = self.kept_bytes - int(self.part.bytes_at(0))
 
     @property
     def is_plain(self) -> bool:
@@ -94,35 +102,14 @@ class Row:
         }
 
 
-class Lowering(NamedTuple):
-    """What was evicted of one region in the middle of a step.
-
-    Attributes:
-        row: What reports know of the region.
-        seconds: When, from the step's begin.
-        kept_bytes: What all regions kept after it.
-        freed_bytes: What it has freed.
-        replay_seconds: What its replay takes more by it.
-    """
-
-    row: Row
-    seconds: float
-    kept_bytes: int
-    freed_bytes: int
-    replay_seconds: float
-
-
 @dataclass
 class Step:
     """What happened in one step.
 
     Attributes:
         limit_bytes: The most that regions were to keep.
-        begun: When it began, by `time.perf_counter`.
         choice: What was bought; None as long as nothing is known.
         rows: Its regions, in order.
-        kept: When its regions kept how many bytes, from its begin.
-        lowerings: What was evicted in it.
         most_bytes: The most that they kept.
         forward_bytes: What they kept when backward came to the first of them.
         peak_bytes: The most that was allocated at once above what was there at the step's start; 0 if not measured.
@@ -130,19 +117,15 @@ class Step:
     """
 
     limit_bytes: float
-    begun: float
     choice: Choice | None = None
     rows: list[Row] = field(default_factory=list)
-    kept: list[tuple[float, int]] = field(default_factory=list)
-    lowerings: list[Lowering] = field(default_factory=list)
     most_bytes: int = 0
     forward_bytes: int = 0
     peak_bytes: int = 0
     has_backward: bool = False
 
-    def note(self, now: float, kept: int) -> None:
+    def note(self, kept: int) -> None:
         """Note what the regions keep now."""
-        self.kept.append((now - self.begun, kept))
         self.most_bytes = max(self.most_bytes, kept)
 
     def sum_of(self, name: str) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
+from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.keys import UNCOUNTED, version_of
 from torch_remat.errors import MutationError
-from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 

@@ -240,12 +240,12 @@ def _lower_hull(rungs: Sequence[Rung]) -> list[Rung]:
     for rung in sorted(rungs, key=lambda rung: (rung.bytes, rung.ns)):
         if hull and rung.ns >= hull[-1].ns:
             continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], rung):
+        while len(hull) > 1 and gain(hull[-2], hull[-1]) <= gain(hull[-1], rung):
             hull.pop()
         hull.append(rung)
     return hull
 
 
-def _gain(low: Rung, high: Rung) -> float:
+def gain(low: Rung, high: Rung) -> float:
     """Return the nanoseconds that a byte spares between two rungs."""
     return (low.ns - high.ns) / max(high.bytes - low.bytes, 1)

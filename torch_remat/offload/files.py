@@ -22,8 +22,11 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from weakref import finalize
 
 import torch
+
+from torch_remat.offload.shared import Notices
 
 if sys.platform != "win32":
     import fcntl
@@ -33,20 +36,25 @@ _PART_BYTES = 4 << 20
 
 
 class Folder:
-    """A new directory in another one, with mode 0700, for the files of this process; may raise ``OSError``."""
+    """A new directory in another one, with mode 0700, for the files of this process; may raise ``OSError``.
 
-    def __init__(self, directory: str) -> None:
+    It is removed with all files when nothing refers to it, and at exit; then users are told what they were not yet.
+    """
+
+    def __init__(self, directory: str, notices: Notices) -> None:
+        self.notices = notices
         self._pid = os.getpid()  # what a forked child has of it is not its own
         self._numbers = itertools.count()
-        self._lock = -1
-        while self._lock < 0:
+        lock = -1
+        while lock < 0:
             self._path = tempfile.mkdtemp(prefix=_PREFIX, dir=directory)
-            lock = os.path.join(self._path, "lock")
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-            _lock(self._lock)
-            if not os.path.exists(lock):  # another process came before it was locked, and has removed it
-                os.close(self._lock)
-                self._lock = -1
+            file = os.path.join(self._path, "lock")
+            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            _lock(lock)
+            if not os.path.exists(file):  # another process came before it was locked, and has removed it
+                os.close(lock)
+                lock = -1
+        finalize(self, _remove, self._path, lock, self._pid, notices)
 
     def new_path(self) -> str:
         """Return a path for a new file."""
@@ -58,11 +66,13 @@ class Folder:
             with suppress(OSError):
                 os.unlink(path)
 
-    def remove(self) -> None:
-        """Remove the directory with all files, if it is of this process."""
-        os.close(self._lock)
-        if self._pid == os.getpid():
-            shutil.rmtree(self._path, ignore_errors=True)
+
+def _remove(path: str, lock: int, pid: int, notices: Notices) -> None:
+    os.close(lock)
+    if pid == os.getpid():
+        shutil.rmtree(path, ignore_errors=True)
+        if os.path.isdir(os.path.dirname(path)):  # else its owner was done with it, as with a temporary one
+            notices.tell_failure()
 
 
 def remove_folders_left_in(directory: str) -> None:

@@ -51,7 +51,7 @@ class Prefetcher:
     def __init__(self) -> None:
         self.latest: ref[RegionTransfers] | None = None
         # What was asked for ahead and not read yet, with the backward that asked.
-        self._asked: WeakKeyDictionary[StoredCopy, tuple[ref[Transfer], int]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[StoredCopy, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._next: tuple[ref[RegionTransfers] | None, int] = (None, 0)
 
@@ -79,8 +79,8 @@ class Prefetcher:
                 waiting = sum(asked.bytes for asked in list(self._asked))
                 if waiting and waiting + copy.bytes > limit:
                     return
-                if transfer.unless_read(copy.offloader.prefetch):
-                    self._asked[copy] = (ref(transfer), graph_task())
+                if copy.unless_read(copy.offloader.prefetch):
+                    self._asked[copy] = graph_task()
             region, step = self._next
             self._next = (region, step + 1)
 
@@ -101,8 +101,7 @@ class Prefetcher:
     def _drop_stale(self) -> None:
         """Give back what an earlier backward asked for and never read."""
         now = graph_task()
-        for copy, (known, task) in list(self._asked.items()):
+        for copy, task in list(self._asked.items()):
             if task != now:
                 self._asked.pop(copy, None)
-                if (transfer := known()) is not None:
-                    transfer.unless_read(copy.offloader.onload)
+                copy.unless_read(copy.offloader.onload)

@@ -9,19 +9,20 @@ are such hooks, they decide, and nothing is offloaded: an enclosing region recom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_remat._compat import SavedTensorHooks, storage_key, with_shared_versions, without_dispatch_modes
-from torch_remat.offload.prefetch import RegionTransfers
+from torch_remat._compat import storage_key, without_dispatch_modes
+from torch_remat.errors import warn
+from torch_remat.offload.prefetch import Prefetcher, RegionTransfers
 from torch_remat.offload.protocol import Kind, Offloader, OffloadInfo, chosen
-from torch_remat.offload.table import Batch, table_of
-from torch_remat.offload.transfer import Placement, Transfer, may_travel
+from torch_remat.offload.transfer import Placement, StoredCopy, Transfer, flattened, may_travel, travelling_span
 
 
 @cache
@@ -32,6 +33,10 @@ def default_offloader() -> Offloader:
     return CpuOffloader()
 
 
+# Each is told, in whatever thread, of a tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
+told: list[Callable[[torch.Tensor, int], None]] = []
+
+
 class Offloaded:
     """What stands in for one tensor that is away: a view of a transfer.
 
@@ -39,37 +44,102 @@ class Offloaded:
         transfer: The transfer; the last of its views releases it.
         info: What the tensor is called here.
         placement: The place of the tensor in its storage.
+        sent: What its region has sent with it.
     """
 
-    __slots__ = ("__weakref__", "_place", "_sent", "info", "placement", "transfer")
+    __slots__ = ("__weakref__", "_place", "info", "placement", "sent", "transfer")
 
     def __init__(self, sent: RegionTransfers, transfer: Transfer, tensor: torch.Tensor, info: OffloadInfo) -> None:
         self.transfer = transfer
         self.info = info._replace(bytes=transfer.copy.bytes)
         self.placement = Placement.of(tensor)
-        self._sent = sent
+        self.sent = sent
         self._place = sent.add(transfer, info.kind)
-
-    def seen_as(self, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded:
-        """Return what stands for another view of the same storage, which replay needs."""
-        info = OffloadInfo(self.info.region, op, name, "input", 0)
-        return Offloaded(self._sent, self.transfer, tensor, info)
+        for tell in tuple(told):
+            tell(tensor, id(transfer.copy))
 
     def load(self) -> torch.Tensor:
         """Return the tensor, with the version that it had, if nothing has changed it since its offload began."""
         with torch.no_grad(), without_dispatch_modes():
             flat, missing = self.transfer.take(self.info)
-            self._sent.prefetcher.reached(self._sent, self._place, self.transfer, missing)
+            self.sent.prefetcher.reached(self.sent, self._place, self.transfer, missing)
             return self.placement.seen_in(flat, Placement.of(flat).offset_bytes - self.transfer.span.start)
 
 
-# Each is told, in whatever thread, of a tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
-told: list[Callable[[torch.Tensor, int], None]] = []
+Batch = WeakValueDictionary[int, Transfer]
+"""What was sent with nothing run in between that could change it, by the storages, which live as long as it lasts."""
 
 
-def _tell(tensor: torch.Tensor, key: int) -> None:
-    for tell in tuple(told):
-        tell(tensor, key)
+class _OfThread(threading.local):
+    """What each thread has of a table."""
+
+    def __init__(self) -> None:
+        self.prefetcher = Prefetcher()
+
+
+class Table:
+    """The transfers to one offloader.
+
+    Attributes:
+        of_thread: Has this thread's prefetcher.
+    """
+
+    def __init__(self) -> None:
+        self.of_thread = _OfThread()
+        # By the tensor that all are views of.
+        self._transfers: MutableMapping[torch.Tensor, WeakSet[Transfer]] = WeakIdKeyDictionary()
+        self._warned = False
+
+    def send(self, offloader: Offloader, tensor: torch.Tensor, info: OffloadInfo, batch: Batch) -> Transfer | None:
+        """Return a tensor's transfer, after sending it if there was none; None if it stays. ``info`` lacks bytes."""
+        owner = tensor if tensor._base is None else tensor._base
+        placement = Placement.of(tensor)
+        for known in list(self._transfers.get(owner, ())):
+            if known.is_unchanged(placement):
+                return known
+        transfer = batch.get(storage_key(tensor))
+        with torch.no_grad(), without_dispatch_modes():
+            if transfer is not None and transfer.copy.offloader is offloader and transfer.is_unchanged(placement):
+                return self._noted(transfer.shared_by(tensor, placement), owner)
+            span = travelling_span(tensor, placement)
+            flat = flattened(tensor, span)
+            ticket = self._offload(offloader, flat, info._replace(bytes=flat.nbytes))
+            if ticket is None:
+                return None
+            transfer = self._noted(Transfer(StoredCopy(offloader, ticket, flat.nbytes), flat, span), owner)
+        batch[storage_key(tensor)] = transfer
+        return transfer
+
+    def _offload(self, offloader: Offloader, flat: torch.Tensor, info: OffloadInfo) -> Any | None:
+        try:
+            return offloader.offload(flat, info)
+        except Warning:
+            raise  # the user has made errors of warnings
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"{type(offloader).__name__} could not take {info.name} ({info.bytes:,} bytes): {error!r}. "
+                    "It stays where it is, as other tensors may; training goes on."
+                )
+            return None
+
+    def _noted(self, transfer: Transfer, owner: torch.Tensor) -> Transfer:
+        self._transfers.setdefault(owner, WeakSet()).add(transfer)
+        return transfer
+
+
+_tables: MutableMapping[Any, Table] = WeakIdKeyDictionary()
+
+
+def table_of(offloader: Offloader) -> Table:
+    """Return an offloader's table; a new one for an offloader that cannot be known weakly."""
+    try:
+        return _tables[offloader]
+    except KeyError:
+        return _tables.setdefault(offloader, Table())
+    except TypeError:
+        return Table()
 
 
 class Sender:
@@ -112,7 +182,6 @@ class Sender:
         sent = self._sent.get(id(offloader))
         if sent is None:
             sent = self._sent[id(offloader)] = RegionTransfers(table.of_thread.prefetcher)
-        _tell(tensor, id(transfer.copy))
         return Offloaded(sent, transfer, tensor, info)
 
     def share(self, away: Offloaded, tensor: torch.Tensor, op: str | None, name: str) -> Offloaded | None:
@@ -122,91 +191,5 @@ class Sender:
             return away
         if not (may_travel(tensor) and away.transfer.is_unchanged(placement)):
             return None
-        _tell(tensor, id(away.transfer.copy))
-        return away.seen_as(tensor, op or None, name)
-
-
-class Sending(Protocol):
-    """What is asked of a region that sends."""
-
-    def sender(self) -> Sender:
-        """Return its sender."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory stays with its inputs."""
-
-
-class Resident(Protocol):
-    """What a holder keeps of a tensor: its value, or what a pair of hooks makes of it.
-
-    Attributes:
-        op: The name of the op that saves it.
-        tensor_name: Its name there.
-        value: The tensor, if it is here.
-        packed: What the pack hook returned.
-        unpack: The unpack hook.
-    """
-
-    op: str
-    tensor_name: str
-    value: torch.Tensor | None
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor] | None
-
-
-class Departures:
-    """What leaves the device in one forward of a region, each by a pair of hooks.
-
-    Args:
-        region: The region.
-        unwatched: Shows the ops of a transfer to nobody.
-
-    Attributes:
-        waiting: Residents that are to leave, with their tensors: an op may fill a buffer after it has saved it.
-    """
-
-    __slots__ = ("_region", "_sent", "_unwatched", "waiting")
-
-    def __init__(self, region: Sending, unwatched: Callable[[], AbstractContextManager[None]]) -> None:
-        self.waiting: list[tuple[Resident, torch.Tensor]] = []
-        self._region = region
-        self._unwatched = unwatched
-        # What has left, by storage, with the version that it had: kept results of the same memory share its way.
-        self._sent: dict[int, tuple[StorageWeakRef, int, Offloaded]] = {}
-
-    def send(self) -> None:
-        """Send what waits, now that its op is over."""
-        waiting, together = [*self.waiting], object()
-        self.waiting.clear()
-        for holder, tensor in waiting:
-            with torch.no_grad(), self._unwatched(), without_dispatch_modes(), with_shared_versions():
-                if self.take(holder, tensor, together):
-                    holder.value = None
-                    storage = StorageWeakRef(tensor.untyped_storage())
-                    self._sent[storage_key(tensor)] = storage, tensor._version, holder.packed
-
-    def take(self, holder: Resident, tensor: torch.Tensor, together: object = None) -> bool:
-        """Send what a holder would keep, by default together with all that its op saves; False if it stays."""
-        if self._region.holds(tensor):
-            return False
-        sender = self._region.sender()
-        away = sender.send(tensor, holder.op, holder.tensor_name, "residual", together or holder.op)
-        if away is None:
-            return False
-        holder.packed, holder.unpack = away, Offloaded.load
-        return True
-
-    def hooks_of(self, op: str | None, name: str, tensor: torch.Tensor) -> SavedTensorHooks | None:
-        """Send a result that replay needs, unless its storage is away already; return its hooks, None if it stays."""
-        sender, away = self._region.sender(), None
-        if (known := self._known(tensor)) is not None:
-            away = sender.share(known, tensor, op, name)
-        if away is None:
-            away = sender.send(tensor, op, name, "input")
-        return None if away is None else ((lambda _: away), Offloaded.load)
-
-    def _known(self, tensor: torch.Tensor) -> Offloaded | None:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return None
-        storage, version, away = self._sent.get(storage_key(tensor), (None, 0, None))
-        return away if storage is not None and not storage.expired() and version == tensor._version else None
+        info = OffloadInfo(self._region, op or None, name, "input", 0)
+        return Offloaded(away.sent, away.transfer, tensor, info)

@@ -15,7 +15,7 @@ NOTE [ What travels ]
    tensor that was sent, since its counter is kept, and of the value by a backward that reads it.
 4. A value is kept from its first read until the transfer is gone, since autograd may unpack it again, and others may be
    views of it; where the graph is kept, it is given away with each read.
-5. `onload` makes a value usable on the current stream; readers on other streams wait for that one (`Arrival`).
+5. `onload` makes a value usable on the current stream; later readers, perhaps on other streams, wait for that one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch_remat._compat import graph_is_kept, negative_view, set_version, storage_key
 from torch_remat.errors import MutationError, OffloadError
 from torch_remat.offload.protocol import Offloader, OffloadInfo
-from torch_remat.offload.streams import Arrival, arrival_of
+from torch_remat.offload.streams import Event, event_after, use
 
 _NOTHING = torch.empty(0)
 
@@ -130,6 +130,18 @@ class StoredCopy:
         except Exception:
             return None  # a report does not fail because of an offloader
 
+    def unless_read(self, method: Callable[[Any], object]) -> bool:
+        """Call an offloader's method with the ticket, unless the tensor is on its way back; whether it worked."""
+        if self.lock.acquire(blocking=False):
+            try:
+                method(self.ticket)
+                return True
+            except Exception:
+                return False  # the next `onload` will tell
+            finally:
+                self.lock.release()
+        return False
+
 
 class Transfer:
     """A part of a storage that is away; see NOTE [ What travels ].
@@ -149,7 +161,7 @@ class Transfer:
         self.copy = copy
         self.span = span
         self.value: torch.Tensor | None = None
-        self._arrival: Arrival | None = None
+        self._arrival: Event = None
         self._form = flat.numel(), flat.dtype, flat.device  # what has to come back
         self._not_in = 0
         self._version = flat._version
@@ -164,16 +176,10 @@ class Transfer:
         other._not_in = storage_key(tensor)
         return other
 
-    def serves(self, version: int, placement: Placement) -> bool:
-        """Whether a view of the same tensor can be rebuilt from this."""
-        return self._version == version and self._holds(placement)
-
     def is_unchanged(self, placement: Placement) -> bool:
         """Whether another view of the storage that travelled can be rebuilt from this as it is now."""
-        return self._counter._version == self._version and self._holds(placement)
-
-    def _holds(self, placement: Placement) -> bool:
-        return self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
+        fits = self.span.covers(placement.span) and placement.dtype.itemsize <= self._form[1].itemsize
+        return fits and self._counter._version == self._version
 
     def take(self, info: OffloadInfo) -> tuple[torch.Tensor, bool]:
         """Return the bytes, one-dimensional, and whether they had to be brought back for it; ``info`` is for errors."""
@@ -190,9 +196,9 @@ class Transfer:
                 )
             if value is None:
                 value = self._bring_back(info)
-                self._arrival = arrival_of(value)
-            elif self._arrival is not None:
-                self._arrival.reach(value)
+                self._arrival = event_after(value)
+            else:
+                use(value, self._arrival)
             self.value = None if graph_is_kept() else value
         return value, missing
 
@@ -214,18 +220,6 @@ class Transfer:
         if flat._version != self._version:
             set_version(flat, self._version)
         return flat
-
-    def unless_read(self, method: Callable[[Any], object]) -> bool:
-        """Call an offloader's method with the ticket, unless the value is there or on its way; whether it worked."""
-        if self.value is None and self.copy.lock.acquire(blocking=False):
-            try:
-                method(self.copy.ticket)
-                return True
-            except Exception:
-                return False  # the next `onload` will tell
-            finally:
-                self.copy.lock.release()
-        return False
 
 
 def may_travel(tensor: torch.Tensor) -> bool:

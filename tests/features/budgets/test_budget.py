@@ -34,6 +34,7 @@ from tests.helpers import (
 from torch_remat import _compat
 from torch_remat._kept import kept_by
 from torch_remat.budgets import group
+from torch_remat.budgets.kept import KeptRegion
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.dispatch.region.region import live_regions
 from torch_remat.ladders import kinds
@@ -582,7 +583,7 @@ def test_a_step_settles_in_two_steps_of_its_shapes_and_does_not_swing(share):
     for lasting in (list(budget.steps)[4::2], list(budget.steps)[5::2]):
         assert len({step.forward_bytes for step in lasting}) == 1
         assert len({tuple(id(row.rung) for row in step.rows) for step in lasting}) == 1
-        assert not any(step.lowerings or step.over_bytes for step in lasting)
+        assert not any(step.sum_of("lowered_bytes") or step.over_bytes for step in lasting)
 
 
 def test_a_limit_that_changes_between_steps_holds_from_the_next_one_on():
@@ -599,7 +600,7 @@ def test_a_limit_that_changes_between_steps_holds_from_the_next_one_on():
             last = budget.steps[-1]
             assert last.forward_bytes <= max(budget.limit, 4 * x.nbytes)
             assert all(row.is_plain for row in last.rows) == (share == 1)
-            assert not last.lowerings
+            assert not last.sum_of("lowered_bytes")
 
 
 def test_on_an_accelerator_the_allocators_peaks_tell_the_reserve(monkeypatch):
@@ -754,8 +755,17 @@ def test_a_longer_batch_than_any_before_stays_within_the_limit(lengths):
     assert len(set(kept[1:])) == 1
 
 
-def test_regions_give_up_the_cheapest_where_others_take_their_room():
+def test_regions_give_up_the_cheapest_where_others_take_their_room(monkeypatch):
     """What comes when the regions have kept what they bought, and does not go by price."""
+    lower, prices = KeptRegion.lower, []
+
+    def noting(kept, at):
+        before, after, total = kept.row.rung, kept.row.part.ladder.rungs[at], kept.counted.bytes
+        done = lower(kept, at)
+        prices.append((after.ns - before.ns) / (total - kept.counted.bytes))
+        return done
+
+    monkeypatch.setattr(KeptRegion, "lower", noting)
 
     class Blocks(Chain):
         def __init__(self):
@@ -780,10 +790,9 @@ def test_regions_give_up_the_cheapest_where_others_take_their_room():
                 before = budget.kept_bytes
                 other = saved(torch.randn(32, 16))
                 assert budget.kept_bytes == bytes_there(budget) <= budget.limit < before + 32 * 88 * 4
-                last = budget.steps[-1]
-                assert last.sum_of("lowered_bytes") == sum(one.freed_bytes for one in last.lowerings) > 0
-                prices = [one.replay_seconds / one.freed_bytes for one in last.lowerings]
+                assert budget.steps[-1].sum_of("lowered_bytes") > 0
                 assert prices == sorted(prices)
+                assert len(prices) > 1
                 del other
             h.square().mean().backward()
             del h

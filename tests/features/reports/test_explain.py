@@ -368,13 +368,13 @@ def offloading(offloader, function=offloaded_block, **options):
 
 
 def test_prices_of_offloading_send_nothing_to_the_offloader_that_all_share():
-    before, said = default_offloader().offloaded_bytes, set(default_offloader()._warned)
+    before, said = default_offloader().offloaded_bytes, set(default_offloader()._notices._told)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         (told,) = remat.explain(checkpointed(lambda x: op(Both, "b", SAVE, x.sin())))(leaf(200, 200)).regions
     other = told.ops[0].alternatives[1]
     assert (other.policy, other.bytes_change, other.offloaded_bytes_change) == ("offload", -160_000, 160_000)
-    assert (default_offloader().offloaded_bytes, default_offloader()._warned) == (before, said)
+    assert (default_offloader().offloaded_bytes, default_offloader()._notices._told) == (before, said)
 
 
 def test_what_a_policy_keeps_as_an_op_left_it_has_a_reader():

@@ -30,6 +30,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import Draws
 from torch_remat.dispatch.call.entry import NOTHING, Call, Given
+from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of, read
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of, version_of
 from torch_remat.dispatch.mode import RematMode
@@ -43,7 +44,6 @@ from torch_remat.dispatch.region.outside import State
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.dispatch.slot import Slot, placement_in, slot_for
 from torch_remat.errors import UsageError
-from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
@@ -161,7 +161,7 @@ class Log:
         options, hooks = region.options, region.hooks
         nested = hooks is not None
         self.storages = Storages(nested, region.outside)
-        self.departures = Departures(region, forward.unwatched)
+        self.departures = Departures(region.sender, region.holds, forward.unwatched)
         self._allow_mutation: bool = options.allow_cache_entry_mutation
         make_slot = partial(slot_for, hooks, self.departures)
         self.results = Results(self.storages, make_slot, nested, self._allow_mutation)

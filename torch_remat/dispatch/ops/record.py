@@ -15,6 +15,7 @@ import torch
 
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
+from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
 from torch_remat.dispatch.keys import USUAL, layout_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
@@ -35,7 +36,6 @@ from torch_remat.dispatch.ops.meta import Raised, described, described_higher, l
 from torch_remat.dispatch.ops.results import Results
 from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.errors import PolicyError
-from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import RECOMPUTED, Decision
 from torch_remat.policies.nothing import is_new, note_first
 from torch_remat.policies.policy import Decider, OpContext, OpPolicy
