@@ -21,12 +21,16 @@ RECIPE = re.compile(
 )
 RECIPES = list(RECIPE.finditer((ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")))
 PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-NEEDS = {"hf_trainer": ["transformers", "accelerate"], "lightning_trainer": ["lightning"]}
+NEEDS = {
+    "hf_trainer": ["transformers", "accelerate"],
+    "trl_lora": ["trl", "peft"],
+    "lightning_trainer": ["lightning"],
+}
 
 
 def test_the_page_shows_each_script_as_a_whole():
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert len(RECIPES) == text.count("--8<--") == text.count("\n## ") == 4
+    assert len(RECIPES) == text.count("--8<--") == text.count("\n## ") == 5
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: Path(recipe["path"]).stem)
