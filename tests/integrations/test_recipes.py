@@ -45,7 +45,8 @@ def test_a_script_prints_what_the_page_shows(recipe, tmp_path):
     options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     done = subprocess.run(command, timeout=240, **options)
     assert done.returncode == 0, done.stderr[-3000:]
+    printed = re.sub(r"^\[Gloo\].*\n", "", done.stdout, flags=re.MULTILINE)  # torch 2.10 says who is connected
     if torch.__version__.startswith("2.13."):
-        assert done.stdout == recipe["output"]
+        assert printed == recipe["output"]
     shown = re.sub(r"[\d.,]+", "#", recipe["output"])  # other releases have other last digits and save other tensors
-    assert re.sub(r"[\d.,]+", "#", done.stdout) == shown
+    assert re.sub(r"[\d.,]+", "#", printed) == shown
