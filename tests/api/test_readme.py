@@ -42,6 +42,7 @@ def blocks(text: str) -> list[tuple[int, str, str | None]]:
         (text.count("\n", 0, match.start(1)) + 1, match.group(1), match.group(2))
         for match in FENCE.finditer(text)
         if not text[: match.start()].rstrip().endswith(NOT_RUN)
+        if not match.group(1).startswith("--8<--")  # a file, which has a test of its own
     ]
 
 
