@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import (
-    detached,
     has_returned,
     node_number,
     sequence_number,
@@ -46,7 +45,7 @@ from torch_remat.errors import UsageError
 from torch_remat.offload.sender import Departures
 from torch_remat.policies.decision import CheckpointPolicy
 
-_RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
+_RECOMPUTE, _OFFLOAD, _SAVE = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD, CheckpointPolicy.SAVE
 _NONE: Mapping[int, Any] = MappingProxyType({})
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
@@ -165,7 +164,6 @@ class Log:
         self._allow_mutation: bool = options.allow_cache_entry_mutation
         make_slot = partial(slot_for, hooks, self.departures)
         self.results = Results(self.storages, make_slot, nested, self._allow_mutation)
-        self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self._notes_packed = False  # whether the policy asks what autograd has saved
         self.draws = None if region.rng is None else Draws(region.rng)
@@ -234,35 +232,26 @@ class Log:
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
     ) -> OpHolder:
         """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
-        holder = self.holder_for(op, name, tensor)
-        self.keep(holder, tensor)
-        if policy is _OFFLOAD and self.region.hooks is None:
-            self.departures.waiting.append((holder, tensor))
-        if may_change and holder.value is not None:
-            holder.value = holder.value.data  # with a version counter of its own
-            holder.metadata = metadata_of(holder.value)
-        self.region.tape.saved.append(ResidentRef(holder))
-        return holder
-
-    def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
-        """Return a holder without a value."""
+        region = self.region
         holder = OpHolder()
-        holder.region = self.region
-        holder.op = op
-        holder.tensor_name = name
+        holder.region, holder.op, holder.tensor_name = region, op, name
         holder.metadata = metadata_of(tensor)
-        holder.value = None
+        holder.value = value = self.mode.alias_of(tensor)
+        if region.hooks is not None:
+            self._give_to_hooks(holder, tensor)
+        elif policy is _OFFLOAD:
+            self.departures.waiting.append((holder, tensor))
+        if may_change:
+            holder.value = value = value.data  # with a version counter of its own
+            holder.metadata = metadata_of(value)
+        region.tape.saved.append(ResidentRef(holder))
         return holder
 
-    def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value, and give it to the enclosing hooks, whatever becomes of the holder later.
+    def _give_to_hooks(self, holder: OpHolder, tensor: Tensor) -> None:
+        """Give a holder's tensor to the enclosing hooks, whatever becomes of the holder later.
 
         An enclosing region runs this forward again, where other tensors live longer: it must meet the same ones.
         """
-        holder.value = self.mode.alias_of(tensor)
-        self._give_to_hooks(holder, tensor)
-
-    def _give_to_hooks(self, holder: OpHolder, tensor: Tensor) -> None:
         if (hooks := self.region.hooks) is not None:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
@@ -283,24 +272,14 @@ class Log:
             if self._notes_packed:
                 entry.packed |= {at}
             if at in entry.saved:
-                held = self._pack_made(tensor, entry, at)
+                policy = _OFFLOAD if at in entry.away else _SAVE
+                held = self.resident(entry.group, entry.label(at), tensor, policy, self._allow_mutation)
             else:
                 self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
         elif kind is not Tensor and key:
             place = len(self.region.tape.saved)
             self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         return held
-
-    def _pack_made(self, tensor: Tensor, entry: Entry, place: int) -> OpHolder:
-        label = entry.label(place)
-        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not Tensor:
-            policy = _OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
-            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
-        # What most are.
-        holder = self.holder_for(entry.group, label, tensor)
-        holder.value = tensor.detach() if self.mode.watcher is None else detached(tensor)
-        self.region.tape.saved.append(ResidentRef(holder))
-        return holder
 
     # What calls return, and what replay reads.
 
