@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
-from torch_remat.dispatch.call.entry import Call, variables_of
+from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.native import replay_native
@@ -125,10 +125,9 @@ class Answerer(Loading):
         if call.answers is not None:
             if self.ops is not None:
                 self.ops.pass_over(call)
-            leaves = leaves_of(args, kwargs) if call.modified else ()
-            given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
-            if self._runs(call, given, args, kwargs):
-                return self._run_whole(call, function, args, kwargs, ())
+            given = Given(function, leaves_of(args, kwargs)) if call.run else NOTHING
+            if self._runs(call, given):
+                return self._run_whole(call, function, args, kwargs, given)
             return replay_native(self, call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
 
@@ -139,8 +138,8 @@ class Answerer(Loading):
         same = identity_of(function) == call.function
         if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
             self.replay.fail(another_call(self.region, call, same))
-        given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
-        if self._runs(call, given, args, kwargs):
+        given = Given(function, leaves)
+        if self._runs(call, given):
             if self.ops is not None:
                 self.ops.pass_over(call)
             return self._run_whole(call, function, args, kwargs, given)
@@ -150,15 +149,15 @@ class Answerer(Loading):
             return self.kept_or_stand_in(call, 0)
         return self.result_of(call, given)
 
-    def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _runs(self, call: Call, given: Given) -> bool:
         """Whether replay runs a call whole that it has to."""
         if not call.run:
             return False
-        if self._started_over_for is not None and not call.why and self._lacks_one(call, leaves_of(args, kwargs)):
+        if self._started_over_for is not None and not call.why and self._lacks_one(call, given.leaves):
             return False  # another has started replay over
         if call.modified and self._started_over_for is None:
             same = [
-                isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
+                isinstance(tensor := given.at(place), Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
             ]
             if all(same):  # they are outside the region and already modified
@@ -177,17 +176,8 @@ class Answerer(Loading):
             if at not in call.inputs
         )
 
-    def _variables(self, call: Call, function: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
-        """Return the variables of a call, as far as replay reads them; None for the others."""
-        found = variables_of(function, leaves)
-        values: list[Any] = []
-        for place, (at, key) in sorted(call.places.items()):
-            values += [None] * (place - len(leaves) - len(values))
-            values.append(found[at].tensor if at < len(found) and found[at].key == key else None)
-        return values
-
     def _run_whole(
-        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
+        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Given
     ) -> Any:
         """Run a call again, as one with the policy RECOMPUTE; what it keeps stays."""
         args, kwargs = self.values_of(args, kwargs, call.inputs, call.name)

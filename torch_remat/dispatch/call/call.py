@@ -152,7 +152,8 @@ class RunningCall(Running):
             call.reads = [key for tensor in given for key in keys_of(tensor)]
         if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
-            self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
+            variables = [tensor for place in self.given.places() if (tensor := place.tensor) is not None]
+            self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *variables)]
         self._draws = not is_builtin(function) or may_draw(function.__name__)
         if self._draws and ops.draws is not None:
             ops.draws.begin()
@@ -181,8 +182,6 @@ class RunningCall(Running):
             if why := refused(leaves):
                 raise self._cannot_be_skipped(why, "Return tensors and plain values")
             self._returns_several(leaves, () if form is None or form.is_leaf() else (form,))
-        if self.given.used:
-            call.places = self.given.used
         if call.start == call.end or self.last - self.first > 1:
             refuse_gradient(ops.region, call.name, self.first, leaves)
         if not self._is_pure:
@@ -220,7 +219,6 @@ class RunningCall(Running):
         found = self.given.find(leaf, key)
         if found is not None:
             place, source = found
-            self.given.use(place)
             if source is leaf:
                 return Passed(place, None)
             both = type(leaf) in USUAL and type(source) in USUAL

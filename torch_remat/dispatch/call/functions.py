@@ -48,7 +48,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.call import may_draw
-from torch_remat.dispatch.call.entry import Call
+from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of
@@ -423,7 +423,7 @@ class Giving(Functions):
             layout = layout, _known_by(ops.region, leaves)
         if replay.position != call.start or layout != call.layout:
             return func(*args, **kwargs)
-        ops.come_to(call, leaves)
+        ops.come_to(call, Given(None, leaves) if call.waiting else NOTHING)
         if call.drawn is not None:
             call.drawn.restore()
         if not call.template:

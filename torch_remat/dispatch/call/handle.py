@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, strided
 
-from torch_remat.dispatch.call.entry import Call
+from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log
 from torch_remat.dispatch.mode import current_mode
@@ -363,7 +363,7 @@ class SkippedOp(ReplayOp):
         metas = call.results
         if metas is None or type(metas) is Raised:  # its body has raised
             return None
-        ops.come_to(call, args)
+        ops.come_to(call, Given(None, args) if call.waiting else NOTHING)
         if call.run or ops.whole is not None:
             self._again = True
             if ops.whole is None:

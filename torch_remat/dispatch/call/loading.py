@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import Handler, same_memory
-from torch_remat.dispatch.call.entry import Call, Waiting
+from torch_remat.dispatch.call.entry import Call, Given, Waiting
 from torch_remat.dispatch.call.result import SAME, Again, Passed
 from torch_remat.dispatch.check.compare import SAME_ORDER, mismatched, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
@@ -154,7 +154,7 @@ class Loading:
             return fresh_alias(made, True, True)
         return made.requires_grad_() if requires_grad else made
 
-    def result_of(self, call: Call, given: Sequence[Any]) -> Any:
+    def result_of(self, call: Call, given: Given) -> Any:
         """Return what a skipped call returned in forward; ``given`` are its arguments and variables in self."""
         if not call.template:
             return self._leaf_of(call, 0, call.results, given, [])
@@ -163,7 +163,7 @@ class Loading:
             leaves.append(self._leaf_of(call, place, form, given, leaves))
         return optree.tree_unflatten(call.template[0], leaves)
 
-    def _leaf_of(self, call: Call, place: int, form: Any, given: Sequence[Any], before: Sequence[Any]) -> Any:
+    def _leaf_of(self, call: Call, place: int, form: Any, given: Given, before: Sequence[Any]) -> Any:
         kind = type(form)
         if kind is Meta or kind is WrapperMeta:
             return self.kept_or_stand_in(call, place)
@@ -173,7 +173,7 @@ class Loading:
             value = self.load(form, call.name, call.label(place))
             self.note_loaded(value if value._base is None else value._base)
             return value
-        return self._passed(call, form, given[form.place]) if kind is Passed else form
+        return self._passed(call, form, given.at(form.place)) if kind is Passed else form
 
     def _passed(self, call: Call, form: Passed, source: Any) -> Any:
         """Return an argument or a variable, or a view of one."""
@@ -190,7 +190,7 @@ class Loading:
 
     # Calls.
 
-    def come_to(self, call: Call, given: Sequence[Any]) -> None:
+    def come_to(self, call: Call, given: Given) -> None:
         """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables."""
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
@@ -205,9 +205,9 @@ class Loading:
             self._fill_waiting(call, given)
             replay.stop_if_filled()
 
-    def _fill_waiting(self, call: Call, given: Sequence[Any]) -> None:
+    def _fill_waiting(self, call: Call, given: Given) -> None:
         for waiting in call.waiting:
-            self._fill(waiting, given[waiting.place] if waiting.place < len(given) else None)
+            self._fill(waiting, given.at(waiting.place))
 
     def _fill(self, waiting: Waiting, source: Any) -> None:
         known, _, view, _, origin = waiting

@@ -378,14 +378,11 @@ class Log:
             elif place is not None or key in self.by_handles or self.maker_of(tensor) is not None:
                 call.why = "it modified a tensor of the region in place"
                 if place is not None and (storage := _weak(tensor)) is not None:
-                    given.use(place)
                     call.modified = [*call.modified, (place, storage)]
             elif not is_own and (storage := _weak(tensor)) is not None:
                 # A native region modified what nobody knows: if the region made it, replay finds it recomputed.
                 self.note_outer(call, key, tensor, version)
                 call.outside = [*call.outside, storage]
-        if given.used:
-            call.places = given.used
 
     def _outlives(self, tensor: Tensor, key: int) -> bool:
         """Whether a modified tensor outlives the region, as far as that is known."""

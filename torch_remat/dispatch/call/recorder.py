@@ -200,7 +200,7 @@ class Recorder(Log):
         if maker is None and holder.plain not in _INPUT and region.hooks is None and key not in self.by_handles:
             # What most are that a call has not made: an argument, no view, that an op of the region has made, or one
             # view of it, such as a product takes of what has three dimensions.
-            for place, leaf in enumerate(given.leaves):
+            for at, leaf in enumerate(given.leaves):
                 if (
                     leaf is owner
                     and (leaf is tensor or _is_laid_out(tensor, leaf, holder.layout))
@@ -209,7 +209,7 @@ class Recorder(Log):
                     and holder.metadata[0] == tensor._version
                 ):
                     view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
-                    call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), place, *view, None))]
+                    call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), at, *view, None))]
                     return True
         if id(owner) in inputs.originals or (inputs.packed and inputs.shares(owner)):
             return False  # the inputs have its memory
@@ -244,7 +244,6 @@ class Recorder(Log):
             call.may_wait = [*call.may_wait, (maker[0], waiting)]
             return False
         call.waiting = [*call.waiting, waiting]
-        given.use(place)
         if maker is not None:
             self.needed.append((key, len(self.entries)))
         return True

@@ -25,7 +25,7 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number
-from torch_remat.dispatch.call.entry import Call, Waiting
+from torch_remat.dispatch.call.entry import Call, Source, Waiting
 from torch_remat.dispatch.check.compare import mismatched
 from torch_remat.dispatch.holder import CAST, RegionLike
 from torch_remat.dispatch.placeholder import Placeholder
@@ -52,7 +52,7 @@ class Passed(NamedTuple):
         is_view: Whether it was a view of another tensor for autograd, too.
     """
 
-    place: int
+    place: Source
     view: Waiting | None
     has_history: bool = True
     is_view: bool = True
