@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from operator import attrgetter
 from types import BuiltinFunctionType, MappingProxyType
 from typing import Any
 
@@ -66,7 +65,6 @@ _ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
 _FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
 _NONE: Mapping[int, Any] = MappingProxyType({})
 _FUNCTION_CLASS = type(torch.autograd.Function)
-_version_of = attrgetter("_version")
 _pure: dict[int, bool] = {}
 
 
@@ -154,8 +152,8 @@ class RunningCall(Running):
             self._state = state_of((function, *args, *kwargs.values()))
             variables = [tensor for place in self.given.places() if (tensor := place.tensor) is not None]
             self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *variables)]
-        self._draws = not is_builtin(function) or may_draw(function.__name__)
-        if self._draws and ops.draws is not None:
+        self.draws = not is_builtin(function) or may_draw(function.__name__)
+        if self.draws and ops.draws is not None:
             ops.draws.begin()
 
     def returns(self, result: Any) -> None:
@@ -171,8 +169,8 @@ class RunningCall(Running):
             and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
             and (self._is_pure or self._is_new(result, key))
         ):  # fmt: skip
-            if self._draws or ops.departures.waiting:
-                self.watch_end(self._draws)
+            if self.draws or ops.departures.waiting:
+                self.end()
             else:
                 self.last = sequence_number()
             ops.note_result(call, result, key)
@@ -196,7 +194,7 @@ class RunningCall(Running):
 
     def _returns_several(self, leaves: Sequence[Any], template: tuple[Any, ...]) -> None:
         ops, call = self.ops, self.call
-        self.watch_end(self._draws)
+        self.end()
         seen: dict[int, int] = {}
         forms, made = [], []
         for at, leaf in enumerate(leaves):
@@ -256,11 +254,6 @@ class RunningCall(Running):
 
     def _cannot_be_skipped(self, why: str, remedy: str) -> UsageError:
         return cannot_be_skipped(self.ops.region, self.call, why, remedy)
-
-    def let_go(self) -> None:
-        """Let go of arguments and variables, once the call is over: the region may be done with them."""
-        super().let_go()
-        self._state = ()
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:

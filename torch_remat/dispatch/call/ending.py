@@ -74,13 +74,12 @@ def finish(log: Recorder) -> None:
 
 def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
     """Refuse a call that leaves a tensor in the graph."""
-    several = [run for run in log.runs if run.outputs is not None]
-    if not several:
+    if not log.left:
         return
-    readers = readers_in(boundary, min(run.first for run in several))
-    if (run := call_left_by_a_tensor(several, readers)) is not None:
+    readers = readers_in(boundary, log.left[0].first)
+    if (call := call_left_by_a_tensor(log.left, readers)) is not None:
         raise cannot_be_skipped(
-            log.region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
+            log.region, call, "the region uses a tensor that the call made but did not return", "Return it"
         )
 
 

@@ -128,7 +128,7 @@ class Call(Entry):
         policy: Its policy.
         function: What identifies its function in both phases; None for a handle.
         results: For each leaf of the result a `Meta` or `WrapperMeta` if the call made the tensor; else where it comes
-            from (`Passed`, `Again`), or the value itself. Alone if the result is one leaf. `Raised` if it raised.
+            from (`Passed`, `Again`), or the value itself. Alone if the result is one leaf.
         gradients: For each leaf that the call made, whether it needs a gradient.
         template: The form of the result, alone in a tuple; empty if it is one leaf.
         layout: Shape and strides of its tensor arguments.

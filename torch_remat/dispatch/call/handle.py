@@ -27,7 +27,7 @@ from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.ops.meta import Meta, Raised, described, stand_in
+from torch_remat.dispatch.ops.meta import Meta, described, stand_in
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
@@ -361,7 +361,7 @@ class SkippedOp(ReplayOp):
         self._step = 0
         call, ops, ctx = self.call, self.ops, self._ctx
         metas = call.results
-        if metas is None or type(metas) is Raised:  # its body has raised
+        if metas is None:  # its body has raised
             return None
         ops.come_to(call, Given(None, args) if call.waiting else NOTHING)
         if call.run or ops.whole is not None:

@@ -28,7 +28,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws
-from torch_remat.dispatch.call.entry import NOTHING, Call, Given
+from torch_remat.dispatch.call.entry import Call, Given
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of, read
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of, version_of
 from torch_remat.dispatch.mode import RematMode
@@ -74,10 +74,12 @@ class Running(ABC):
         last: That of the first one after it.
         outputs: The nodes of its result, with which of the node's outputs each is.
         written: The tensors that were there before the call and that it modified, by storage.
+        draws: Whether it may have drawn random numbers.
     """
 
     # What most calls have none of is not set for each.
     last = -1
+    draws = False
     outputs: set[tuple[Node, int]] | None = None
     written: Mapping[int, Written] = _NONE
 
@@ -107,12 +109,12 @@ class Running(ABC):
             if not self.has_made(key) and key not in self.written:
                 self.written = {**self.written, key: Written(tensor, version, is_own)}
 
-    def watch_end(self, draws: bool) -> None:
+    def end(self) -> None:
         """Note at the end of the call what leaves the device, and the random generators."""
         ops = self.ops
         if ops.departures.waiting:
             ops.departures.send()
-        if draws and ops.draws is not None:
+        if self.draws and ops.draws is not None:
             self.call.drawn = ops.draws.end()
         self.last = sequence_number()
 
@@ -120,15 +122,10 @@ class Running(ABC):
         """Note an op with a handle that has run inside: of any call but a native region it is a part like any other."""
         return
 
-    def let_go(self) -> None:
-        """Let go of arguments and variables, once the call is over: the region may be done with them."""
-        self.given = NOTHING
-        self.written = _NONE
-
-    def left_by(self, error: BaseException) -> None:
+    def raises(self) -> None:
         """Note that an exception left the call, which replay runs again."""
         self.call.is_saved, self.call.always = False, True
-        self.watch_end(True)
+        self.end()
         self.ops.entries.append(self.call)
 
 

@@ -37,11 +37,11 @@ from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
 from torch_remat.dispatch.ops.answer import OpAnswerer
 from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
-from torch_remat.dispatch.ops.meta import Meta, Raised, described, leaves_of_result, unboxed
+from torch_remat.dispatch.ops.meta import Meta, described, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.record import note_odd, note_raised
 from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.ops.storages import Storages
-from torch_remat.dispatch.placeholder import Placeholder, Source, is_of_placeholders
+from torch_remat.dispatch.placeholder import Placeholder, Source
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import placement_in, slot_for
 
@@ -61,10 +61,10 @@ class RunningNative(Running):
     ) -> None:
         super().__init__(ops, call, Given(function, args if is_flat(args, kwargs) else leaves_of(args, kwargs)))
         self.answers: list[Entry] = []
+        call.answers = self.answers
         self.inside = Storages(ops.region.hooks is not None, None)
         self._counts: dict[str, int] = {}
         self._of_handles: list[int] = []  # the storages of what these made inside
-        self._draws = False  # whether an op may have drawn random numbers
         self._read: list[tuple[Entry, int, Tensor]] = []  # what higher-order ops read: who made it, as which result
 
     def has_made(self, key: int) -> bool:
@@ -106,8 +106,8 @@ class RunningNative(Running):
     def _watch_odd(self, make: type[Entry], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         ops, effects = self.ops, make.effects
-        if effects.random and not self._draws:
-            self._draws = True
+        if effects.random and not self.draws:
+            self.draws = True
             if ops.draws is not None:
                 ops.draws.begin()
         if effects.cast and in_autocast():
@@ -193,9 +193,7 @@ class RunningNative(Running):
     def returns(self, result: Any) -> None:
         """Note what the region returns."""
         call = self.call
-        self.watch_end(self._draws)
-        call.answers = self.answers
-        call.reads = self._reads()
+        self.end()
         if self._read:
             self._keep_read()
         if (
@@ -203,12 +201,13 @@ class RunningNative(Running):
             and not result.dtype.is_complex and self.has_made(key := storage_key(result))
         ):  # fmt: skip
             self.ops.note_result(call, result, key)
-            self._end((result,))
+            self._check_left((result,))
         else:
             self._returns_several(result)
 
-    def _reads(self) -> list[int]:
-        """Return the storages that its ops read and had not made."""
+    def end(self) -> None:
+        """Note also the storages that its ops read and had not made."""
+        super().end()
         found, made = set[int](), set(self._of_handles)
         for entry in self.answers:
             found.update([key for key in entry.reads if key not in made])
@@ -216,7 +215,7 @@ class RunningNative(Running):
                 made.add(entry.storage)
             else:
                 made.update(entry.touches())
-        return list(map(self.ops.storages.read_as, found))
+        self.call.reads = list(map(self.ops.storages.read_as, found))
 
     def _returns_several(self, result: Any) -> None:
         ops, call = self.ops, self.call
@@ -231,29 +230,13 @@ class RunningNative(Running):
         call.results = metas if call.template else metas[0]
         call.gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ops.note_results(call, leaves, made)
-        self._end(leaves)
+        self._check_left(leaves)
 
-    def left_by(self, error: BaseException) -> None:
-        """Note that an exception left the region; its Python raises it again."""
-        if isinstance(error, Exception):
-            self.call.results = Raised(type(error), error.args)
-        self.watch_end(True)
-        self.call.answers = self.answers
-        self.call.reads = self._reads()
-        self.ops.entries.append(self.call)
-        self._end(())
-
-    def _end(self, leaves: Sequence[Any]) -> None:
+    def _check_left(self, leaves: Sequence[Any]) -> None:
         if self.last > self.first:
             refuse_gradient(self.ops.region, self.call.name, self.first, leaves)
         if self.written:
             self.ops.note_writes(self)
-
-    def let_go(self) -> None:
-        """Let go of what only the run needs."""
-        super().let_go()
-        del self.inside
-        self._read.clear()
 
 
 def replay_native(
@@ -273,13 +256,13 @@ def replay_native(
     try:
         with context:
             result = replay.watched(ops.answer, function, args, kwargs)
-    except BaseException as error:
-        if type(call.results) is Raised and not replay.over and not is_of_placeholders(error):
-            _end(answerer, call, ops)
-        raise
     finally:
         answerer.native, answerer.ops = None, outer
-    _end(answerer, call, ops)
+    if (error := ops.missing()) is not None:
+        replay.fail(error)
+    if answerer.suppressed.pending:
+        answerer.suppressed.restore()
+    answerer.leave(call)
     if type(result) is Placeholder:
         if call.kept:
             return answerer.kept_or_stand_in(call, 0)
@@ -294,11 +277,3 @@ def replay_native(
             source = leaf.source
             leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
     return optree.tree_unflatten(form, leaves) if call.kept else result
-
-
-def _end(answerer: Loading, call: Call, ops: OpAnswerer) -> None:
-    if (error := ops.missing()) is not None:
-        answerer.replay.fail(error)
-    if answerer.suppressed.pending:
-        answerer.suppressed.restore()
-    answerer.leave(call)

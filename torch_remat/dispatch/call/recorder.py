@@ -37,7 +37,7 @@ from torch_remat.dispatch.call.entry import Call, Given, Origin, Waiting
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.native import RunningNative
-from torch_remat.dispatch.call.result import identity_of
+from torch_remat.dispatch.call.result import Left, identity_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     NOBODY,
@@ -74,7 +74,7 @@ class Recorder(Log):
 
     Attributes:
         watch: The ops, under a policy.
-        runs: The saved calls, but those of handles and of torch's own functions.
+        left: The saved calls that made more nodes than their results have.
         pointed: The storages to whose memory there was access, if the policy names functions.
         packs: Whether it has to be asked about each tensor that autograd saves.
         alive: What the call has saved that saves now, where hooks around the region must meet all of it.
@@ -85,7 +85,7 @@ class Recorder(Log):
         super().__init__(forward, region)
         region.recorder = self
         self.watch: OpRecorder | None = None
-        self.runs: list[Running] = []
+        self.left: list[Left] = []
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.packs = False
         self.alive: list[Holder] = []
@@ -324,22 +324,21 @@ class Recorder(Log):
             if before is not None:
                 self.note_outside(call, before)
             running.returns(result)
+            if running.outputs is not None:
+                self.left.append(Left(call, running.first, running.last, running.outputs))
             if call.why or (self.has_policy and not (of_torch or is_native)):  # what it reads where it runs whole
                 call.reads = [*call.reads, *running.given.keys()]
             if self.watch is not None and drawn is not None and call.drawn is not None:
                 self.watch.note_draws(call, drawn)
-        except BaseException as error:
+        except BaseException:
             self.settle()
-            running.left_by(error)
+            running.raises()
             raise
         finally:
             self.calling = None
             call.end = len(self.region.tape.saved)
             if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
                 self.watch.compiled_code.forget_since(compiled)
-            if not of_torch:
-                running.let_go()
-                self.runs.append(running)
         return result
 
     def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -410,8 +409,7 @@ class Recorder(Log):
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
-        self.opened, self.calling = [], None
-        self.runs = []
+        self.opened, self.left, self.calling = [], [], None
         self.by_handles, self.known = {}, []
         self.saving = self.given = None
         self.named = ()

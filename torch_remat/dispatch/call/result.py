@@ -261,14 +261,24 @@ def readers_in(boundary: Sequence[Node | None], first: int) -> Readers:
     return readers
 
 
-def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
-    """Return a call of which a node outside reads a node that made no result, or None.
+class Left(NamedTuple):
+    """A call that made more nodes than its result has.
 
-    Args:
-        calls: Those that made more nodes than their result has, in order, each with the numbers of its ``first`` node
-            and of the first one after it, ``last``, and its ``outputs``: nodes, with which of a node's outputs.
-        readers: The nodes that read each node of the region's graph.
+    Attributes:
+        call: It.
+        first: The number of its first node.
+        last: That of the first one after it.
+        outputs: The nodes of its result, with which of the node's outputs each is.
     """
+
+    call: Call
+    first: int
+    last: int
+    outputs: set[tuple[Node, int]]
+
+
+def call_left_by_a_tensor(calls: Sequence[Left], readers: Readers) -> Call | None:
+    """Return a call, of these in order, of which a node outside reads a node that made no result, or None."""
     starts = [call.first for call in calls]
     for node, by in readers.items():
         number = node_number(node)
@@ -278,7 +288,7 @@ def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
         for reader, place in by:
             is_inside = call.first <= node_number(reader) < call.last
             if not (is_inside or (node, place) in call.outputs or _is_cast(node)):
-                return call
+                return call.call
     return None
 
 
