@@ -211,8 +211,8 @@ MUTANTS = (
     ),
     Mutant(
         "result of a call that replay passes not kept", "bytes", "dispatch/call/ending.py",
-        "        return roots + self._passed()\n",
-        "        return roots\n",
+        "                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]\n",
+        "                pass\n",
     ),
     Mutant(
         "result of a call that replay does not pass kept", "bytes", "dispatch/call/ending.py",
@@ -221,8 +221,8 @@ MUTANTS = (
     ),
     Mutant(
         "resident is a copy", "bytes", "dispatch/call/log.py",
-        "        holder.value = self.mode.alias_of(tensor)\n",
-        "        holder.value = self.mode.alias_of(tensor).clone()\n",
+        "        holder.value = value = self.mode.alias_of(tensor)\n",
+        "        holder.value = value = self.mode.alias_of(tensor).clone()\n",
     ),
     Mutant(
         "cast of a weight taken for a result of a native region", "bytes", "dispatch/call/native.py",
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensor that leaves a call let through", "calls", "dispatch/call/ending.py",
-        "if (run := call_left_by_a_tensor(several, readers)) is not None:",
+        "if (call := call_left_by_a_tensor(log.left, readers)) is not None:",
         "if False:",
     ),
     Mutant(

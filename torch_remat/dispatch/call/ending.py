@@ -65,7 +65,7 @@ def finish(log: Recorder) -> None:
     if log.departures.waiting:
         log.departures.send()
     if log.has_policy:
-        _Ending(log).decide()
+        _decide(log)
     else:
         calls = [call for call in log.region.tape.records.values() if not call.is_handle]
         _keep_results(log, [*calls, *log.region.tape.functions.values()])
@@ -139,81 +139,58 @@ def _run_whole(log: Recorder, calls: Sequence[Call]) -> None:
             check_whole(log, call)
 
 
-class _Ending:
-    """The end of one forward, with something to decide."""
+def _decide(log: Recorder) -> None:
+    """Keep, under a policy, the results that replay or backward needs, and note what runs."""
+    region, tape = log.region, log.region.tape
+    log.results.let_go_of_graph()
+    needs = find_needs(log.entries, _roots(log), log.results.can_keep)
+    if log.storages.has_writes:
+        tape.early = early_reads(log.entries, log.storages.is_state)
+    for entry in needs.run:
+        entry.run = True
+    kept = dict(needs.kept)
+    for call in tape.records.values():  # of views: in replay they are placeholders, views of nothing
+        kept[call] = {*kept.get(call, ()), *call.views}
+    for entry, places in kept.items():
+        log.results.keep(entry, places)
+    for entry in needs.run:
+        if isinstance(entry, Call):
+            check_whole(log, entry)
+    assert log.watch is not None
+    log.watch.finish()
+    if log.storages.has_writes:  # replay skips the modifications of an input, too
+        region.inputs.accept_changes(lambda tensor: log.storages.has_changed(tensor) or key_of(tensor) in log.changes)
 
-    def __init__(self, log: Recorder) -> None:
-        self._log = log
-        self._region = log.region
 
-    def decide(self) -> None:
-        """Keep results, and note what runs."""
-        log, region = self._log, self._region
-        log.results.let_go_of_graph()
-        needs = find_needs(log.entries, self._roots(), log.results.can_keep)
-        if log.storages.has_writes:
-            region.tape.early = early_reads(log.entries, log.storages.is_state)
-        for entry in needs.run:
-            entry.run = True
-        kept = dict(needs.kept)
-        for call in region.tape.records.values():  # of views: in replay they are placeholders, views of nothing
-            kept[call] = {*kept.get(call, ()), *call.views}
-        for entry, places in kept.items():
-            log.results.keep(entry, places)
-        for entry in needs.run:
-            if isinstance(entry, Call):
-                check_whole(log, entry)
-        assert log.watch is not None
-        log.watch.finish()
-        if log.storages.has_writes and region.inputs is not None:
-            region.inputs.accept_changes(self._is_not_repeated)
-
-    def _is_not_repeated(self, tensor: Tensor) -> bool:
-        """Whether replay of a region with a policy skips the modifications of an input."""
-        return self._log.storages.has_changed(tensor) or key_of(tensor) in self._log.changes
-
-    def _roots(self) -> list[tuple[int, int]]:
-        """Return the storages that replay must have, each after how many entries."""
-        log, region, entries = self._log, self._region, self._log.entries
-        may_need, hooks = region.tape.may_need, region.hooks
-        roots = [(key, after) for place, key, after in log.roots if may_need(place, hooks)]
-        if log.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
-            roots = [
-                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
-                for key, after in roots
-            ]
-        for call in region.tape.records.values():
-            if call.why:
-                call.always = True
-        if log.watch is not None and log.watch.compiled_code.ran:
-            roots += self._read_by_compiled_code()
-        if log.watch is not None:  # what a higher-order op compiles for itself, or is, cannot take placeholders
-            roots += [(key, at) for at, entry in log.watch.higher for key in entry.reads]
-        roots += log.needed
-        return roots + self._passed()
-
-    def _passed(self) -> list[tuple[int, int]]:
-        """Return what the calls returned past which replay goes on, each after how many entries."""
-        log, region = self._log, self._region
-        if not region.tape.records:
-            return []
-        last = region.tape.last_place(region.hooks, region.options.early_stop)
-        passed = {call for call in region.tape.records.values() if not call.is_handle and call.end <= last}
-        roots = []
-        for at, entry in enumerate(log.entries):
-            if entry in passed:
-                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]
-        return roots
-
-    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
-        """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
-        roots = []
-        for at, entry in enumerate(self._log.entries):
+def _roots(log: Recorder) -> list[tuple[int, int]]:
+    """Return the storages that replay must have, each after how many entries."""
+    region, entries, watch = log.region, log.entries, log.watch
+    tape, hooks, calls = region.tape, region.hooks, region.tape.records.values()
+    roots = [(key, after) for place, key, after in log.roots if tape.may_need(place, hooks)]
+    if log.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
+        roots = [
+            (key, after + 1 if after < len(entries) and key in entries[after].writes else after) for key, after in roots
+        ]
+    for call in calls:
+        if call.why:
+            call.always = True
+    assert watch is not None
+    if watch.compiled_code.ran:  # it may read whatever there is: replay runs all ops, and has what calls made
+        for at, entry in enumerate(entries):
             if isinstance(entry, Call) or entry.effects.higher:
                 roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
             else:
                 entry.always = True
-        return roots
+    # What a higher-order op compiles for itself, or is, cannot take placeholders.
+    roots += [(key, at) for at, entry in watch.higher for key in entry.reads]
+    roots += log.needed
+    if calls:  # what those returned past which replay goes on
+        last = tape.last_place(hooks, region.options.early_stop)
+        passed = {call for call in calls if not call.is_handle and call.end <= last}
+        for at, entry in enumerate(entries):
+            if entry in passed:
+                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]
+    return roots
 
 
 def check_whole(log: Recorder, call: Call) -> None:
