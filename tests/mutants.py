@@ -143,7 +143,7 @@ MUTANTS = (
         "        if False:\n",
     ),
     Mutant(
-        "mark of outputs without a gradient lost", "gradients", "dispatch/call/handle.py",
+        "mark of outputs without a gradient lost", "gradients", "dispatch/call/answerer.py",
         "        if call.plain:\n",
         "        if False:\n",
     ),
@@ -169,14 +169,14 @@ MUTANTS = (
         "        if call.kind == ONE:",
     ),
     Mutant(
-        "draws of a skipped handle not skipped", "random", "dispatch/call/handle.py",
-        "        if call.drawn is not None or call.touched:\n            ops.leave(call)\n        made = []",
-        "        made = []",
+        "draws of a skipped handle not skipped", "random", "dispatch/call/answerer.py",
+        "        if call.drawn is not None or call.touched:\n            ops.leave(call)\n        made = ",
+        "        made = ",
     ),
     Mutant(
-        "draws of a native region not skipped", "random", "dispatch/call/native.py",
-        "    answerer.leave(call)\n",
-        "",
+        "draws of a native region not skipped", "random", "dispatch/call/answerer.py",
+        "            self.suppressed.restore()\n        self.leave(call)\n",
+        "            self.suppressed.restore()\n",
     ),
     Mutant(
         "draws of a skipped op not skipped", "random", "dispatch/ops/answer.py",
@@ -378,7 +378,7 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "missing op of a native region not noticed", "mismatch", "dispatch/call/native.py",
+        "missing op of a native region not noticed", "mismatch", "dispatch/call/answerer.py",
         "    if (error := ops.missing()) is not None:\n",
         "    if False:\n",
     ),
@@ -424,7 +424,7 @@ MUTANTS = (
         "has_moved = False",
     ),
     Mutant(
-        "buffer not left as a skipped call left it", "outside", "dispatch/call/loading.py",
+        "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
         "for tensor in self.region.outside.leave(call.name):",
         "for tensor in ():",
     ),
@@ -594,9 +594,9 @@ MUTANTS = (
         "        finally:\n            _current.set(None)",
     ),
     Mutant(
-        "ops stay with a native region that is over", "nesting", "dispatch/call/native.py",
-        "        answerer.native, answerer.ops = None, outer",
-        "        answerer.native = None",
+        "ops stay with a native region that is over", "nesting", "dispatch/call/answerer.py",
+        "            self.native, self.ops = None, outer",
+        "            self.native = None",
     ),
     Mutant(
         "ops not shown after a hook", "nesting", "dispatch/mode.py",

@@ -58,7 +58,7 @@ What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
     "replay",  # an op of replay reads it
-    "input of",  # not kept: replay takes it from input `at` (a number from 0, or a variable) of the call `by`, or its memory
+    "input of",  # not kept: replay takes it, or its memory, from `at` of the call `by`: an input, counted from 0, or a variable
     "again",  # not kept: replay makes it again
 ]
 
@@ -177,8 +177,8 @@ def _named(region: Region) -> Iterator[Kept]:
     sources: dict[int, tuple[Why, str, str]] = {}  # of waiting ones, by the holder
     for call in (*region.tape.records.values(), *region.tape.functions.values()):
         for waiting in call.waiting:
-            at = waiting.place if isinstance(waiting.place, int) else waiting.place[1]
-            sources.setdefault(id(waiting.holder()), ("input of", call.name, str(at)))
+            at = f"variable {waiting.place[1]!r}" if isinstance(waiting.place, tuple) else f"input {waiting.place}"
+            sources.setdefault(id(waiting.holder()), ("input of", call.name, at))
     for holder in region.tape.named_holders():
         packed = holder.value if holder.unpack is None else holder.packed
         op, name, made_on = holder.op, holder.name, holder.metadata[3]

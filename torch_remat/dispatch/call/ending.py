@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped

@@ -11,17 +11,14 @@ there is a placeholder. A tensor that it saves but did not make is saved as outs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import (
     Handler,
-    as_written,
     count_of_modes,
     in_autocast,
     keep_from_compiler,
@@ -30,18 +27,15 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.call import refuse_gradient
 from torch_remat.dispatch.call.entry import Call, Given
-from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import flatten, is_flat
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
-from torch_remat.dispatch.ops.answer import OpAnswerer
 from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
 from torch_remat.dispatch.ops.meta import Meta, described, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.record import note_odd, note_raised
 from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.ops.storages import Storages
-from torch_remat.dispatch.placeholder import Placeholder, Source
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import placement_in, slot_for
 
@@ -237,43 +231,3 @@ class RunningNative(Running):
             refuse_gradient(self.ops.region, self.call.name, self.first, leaves)
         if self.written:
             self.ops.note_writes(self)
-
-
-def replay_native(
-    answerer: Loading, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
-    replay = answerer.replay
-    assert call.answers is not None
-    ops = answerer.native_ops
-    if ops is None:
-        ops = answerer.native_ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
-    ops.expect(call.answers, call.name)
-    outer, answerer.ops = answerer.ops, ops
-    answerer.native = call
-    # With placeholders the compiler cannot trace what a higher-order op compiles for itself.
-    context = as_written() if call.higher else nullcontext()
-    try:
-        with context:
-            result = replay.watched(ops.answer, function, args, kwargs)
-    finally:
-        answerer.native, answerer.ops = None, outer
-    if (error := ops.missing()) is not None:
-        replay.fail(error)
-    if answerer.suppressed.pending:
-        answerer.suppressed.restore()
-    answerer.leave(call)
-    if type(result) is Placeholder:
-        if call.kept:
-            return answerer.kept_or_stand_in(call, 0)
-        result.source = result.source._replace(output=call.label(0))
-        return result
-    leaves, form = flatten(result)
-    sources: dict[int, Source] = {}  # views of one tensor share one
-    for place, leaf in enumerate(leaves):
-        if place in call.kept and isinstance(leaf, Tensor):
-            leaves[place] = answerer.kept_or_stand_in(call, place)
-        elif type(leaf) is Placeholder and leaf.source.op == call.name:
-            source = leaf.source
-            leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
-    return optree.tree_unflatten(form, leaves) if call.kept else result
