@@ -58,7 +58,7 @@ What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
     "replay",  # an op of replay reads it
-    "input of",  # not kept: replay takes it, or its memory, from `at` of the call `by`: an input, counted from 0, or a variable
+    "input of",  # not kept: replay takes it, or its memory, from `at` of the call `by`: an input, or a variable
     "again",  # not kept: replay makes it again
 ]
 

@@ -158,12 +158,7 @@ def state_of(roots: Sequence[Any]) -> State:
     Args:
         roots: The function and the arguments of the call.
     """
-    state: list[Any] = []
-    for root in roots:
-        if type(root) in _BARE or (type(root) is FunctionType and not (root.__closure__ or root.__defaults__)):
-            continue
-        _note_state(state, root, _DEPTH, _NOT_WALKED)
-    return state
+    return [(holder, _tensors_held(holder)) for holder in _holders(roots, _DEPTH, _NOT_WALKED)]
 
 
 def is_changed(state: State, region_function: Any) -> bool:
@@ -171,28 +166,25 @@ def is_changed(state: State, region_function: Any) -> bool:
     changed = [holder for holder, held in state if not _same(_tensors_held(holder), held)]
     if not changed:
         return False
-    outside: list[Any] = []
-    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type, ModuleType))
     function: Any = getattr(region_function, "__func__", region_function)
-    for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
-        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type, ModuleType))
-    known = {id(holder) for holder, _ in outside}
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    roots = [region_function, *(function.__globals__.get(name) for name in names)]
+    known = {id(holder) for holder in _holders(roots, 2 * _DEPTH, (torch.Tensor, type, ModuleType))}
     return any(id(holder) not in known for holder in changed)
 
 
-def _note_state(state: list[Any], root: Any, depth: int, not_walked: tuple[type, ...]) -> None:
-    """Note what holds objects, breadth first."""
-    level, seen = [root], set()
+def _holders(roots: Sequence[Any], depth: int, not_walked: tuple[type, ...]) -> Iterator[Any]:
+    """Yield what holds objects, breadth first."""
+    level, seen = roots, set()
     for _ in range(depth):
         following: list[Any] = []
         for value in level:
             if type(value) in _BARE or id(value) in seen or isinstance(value, not_walked):
                 continue
             seen.add(id(value))
-            for holder in _holders_of(value):
-                state.append((holder, _tensors_held(holder)))
-                following += _held_by(holder)
+            holders: Sequence[Any] = ()
             if isinstance(value, FunctionType):
+                holders = value.__closure__ or ()
                 following += (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             elif isinstance(value, MethodType):
                 following += (value.__func__, value.__self__)
@@ -200,18 +192,14 @@ def _note_state(state: list[Any], root: Any, depth: int, not_walked: tuple[type,
                 following += (value.func, *value.args, *value.keywords.values())
             elif isinstance(value, tuple):
                 following += value
+            elif isinstance(value, (list, dict, set, Iterator)):
+                holders = (value,)
+            elif type(value).__module__.partition(".")[0] != "torch":  # else such as contexts
+                holders = (attributes,) if type(attributes := getattr(value, "__dict__", None)) is dict else ()
+            for holder in holders:
+                yield holder
+                following += _held_by(holder)
         level = following
-
-
-def _holders_of(value: Any) -> Sequence[Any]:
-    if isinstance(value, FunctionType):
-        return value.__closure__ or ()
-    if isinstance(value, (list, dict, set, Iterator)):
-        return (value,)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return ()  # such as contexts
-    attributes = getattr(value, "__dict__", None)
-    return (attributes,) if type(attributes) is dict else ()
 
 
 def _held_by(holder: Any) -> tuple[Any, ...]:
