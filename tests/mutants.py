@@ -288,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         "version of a kept result not compared", "writes", "dispatch/slot.py",
-        "if (counted and kept._version != self.version) or any(",
-        "if any(",
+        "        if self.is_changed:\n            raise",
+        "        if False:\n            raise",
     ),
     Mutant(
         "version of a cast leaf of a call not compared", "writes", "dispatch/region/forward.py",
@@ -692,7 +692,7 @@ MUTANTS = (
         "[] if left_out else",
     ),
     Mutant(
-        "write after eviction not noticed", "budgets", "dispatch/call/ending.py",
+        "write after eviction not noticed", "budgets", "dispatch/call/lowering.py",
         "        mark_changed(holder)\n    holder.value = None\n",
         "        pass\n    holder.value = None\n",
     ),

@@ -92,8 +92,9 @@ class Slot:
 
     @property
     def is_changed(self) -> bool:
-        """Whether a kept alias was modified in place since."""
-        return self.version != UNCOUNTED and self.kept._version != self.version
+        """Whether a kept alias was modified in place since; what hooks have kept, they check themselves."""
+        own = self._unpack is None and self.version != UNCOUNTED and self.kept._version != self.version
+        return own or any(version_of(alias) != version for alias, version in self._aliases)
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +119,7 @@ class Slot:
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""
         kept: torch.Tensor = self.kept
-        counted = self._unpack is None and self.version != UNCOUNTED  # what hooks have kept, they check themselves
-        if (counted and kept._version != self.version) or any(version_of(alias) != at for alias, at in self._aliases):
+        if self.is_changed:
             raise MutationError(
                 "this tensor was modified in place after it was kept for replay",
                 region=region,

@@ -480,15 +480,6 @@ class Answerer:
         own = self.next_name()
         return own if own is not None and re.fullmatch(re.escape(name) + r"(_[0-9]+)?", own) else name
 
-    def is_next(self, function: Any, number: int) -> bool:
-        """Whether the next call of forward is this one of a torch function."""
-        call = self._calls[self.begun] if self.begun < len(self._calls) else None
-        return call is not None and call.function_number == number and call.function == identity_of(function)
-
-    def next_policy(self) -> CheckpointPolicy:
-        """Return the policy of the next call of forward."""
-        return self._calls[self.begun].policy
-
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""
         return self._calls[self.begun].name if self.begun < len(self._calls) else None
@@ -549,9 +540,6 @@ class Answerer:
         kind.restarts += 1
         for call in calls:
             call.is_saved = False
-            for waiting in call.waiting:
-                if (holder := waiting.holder()) is not None:
-                    holder.resident = False
         return True
 
     @property

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 from torch.autograd.graph import Node
 
@@ -19,10 +18,9 @@ from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of, readers_in
-from torch_remat.dispatch.holder import Holder, OpHolder, RegionLike, mark_changed, value_behind
+from torch_remat.dispatch.holder import RegionLike, value_behind
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
-from torch_remat.dispatch.region.region import Tape
 from torch_remat.errors import RematWarning, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -97,22 +95,6 @@ def _give_up_changed(log: Recorder) -> None:
 def _is_changed(call: Call) -> bool:
     """Whether a result of a call was modified in place since."""
     return any(map(_changed, call.kept.values()))
-
-
-def let_run(tape: Tape, call: Call) -> None:
-    """Let replay run a call after all, whose forward is over: its holders are empty."""
-    call.is_saved, call.waiting, call.kept = False, (), {}
-    for entry in tape.saved[call.start : call.end]:
-        if type(entry) is ref and type(holder := entry()) is OpHolder:
-            empty(holder)
-            holder.resident, holder.packed, holder.unpack = False, None, None
-
-
-def empty(holder: Holder) -> None:
-    """Let a replay fill a holder; what was modified since it was saved stays an error where it is read."""
-    if (value := holder.value) is not None and value._version != holder.metadata[0]:
-        mark_changed(holder)
-    holder.value = None
 
 
 def _keep_results(log: Recorder, calls: Collection[Call]) -> None:

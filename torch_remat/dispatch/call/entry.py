@@ -204,6 +204,15 @@ class Call(Entry):
         """Return the name of a result: ``out``, or its number if there are several."""
         return str(max(place, 0)) if self.template else "out"
 
+    def let_run(self, saved: Sequence[object]) -> list[OpHolder]:
+        """Let replay run it, which then fills its holders; return these. ``saved`` is what the region saved."""
+        self.is_saved, self.waiting = False, ()
+        entries = saved[self.start : self.end]
+        holders = [found for one in entries if type(one) is ref and type(found := one()) is OpHolder]
+        for holder in holders:
+            holder.resident, holder.packed, holder.unpack = False, None, None
+        return holders
+
     def forget(self) -> None:
         """Drop what only a further replay would need; reports still ask for the saved tensors that replay has."""
         if self.drawn is not None:

@@ -393,7 +393,8 @@ class Giving(Functions):
         super().__init__(chosen)
         self._replay, self._ops = replay, ops
         self._calls = ops.region.tape.functions
-        self._any_named = any(call.function_number >= 0 for call in ops.region.tape.records.values())
+        calls = ops.region.tape.records.values()  # those of functions that may run anything
+        self._named = {(call.function, call.function_number): call for call in calls if call.function_number >= 0}
         self.table = _table_of(chosen, "replay")
 
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -410,8 +411,8 @@ class Giving(Functions):
         ):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
-        if self._any_named and (name := ops.next_name()) is not None and ops.is_next(func, number):
-            return _run(ops, name, ops.next_policy(), func, args, kwargs)
+        if self._named and (named := self._named.get((identity_of(func), number))) is not None:
+            return _run(ops, named.name, named.policy, func, args, kwargs)
         call = self._calls.get((func, number))
         if call is None or not (call.is_saved and call.is_answered):
             return func(*args, **kwargs)

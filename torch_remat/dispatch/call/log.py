@@ -369,7 +369,7 @@ class Log:
                 running.outputs.add((node, owner.output_nr))
             place = given.place_at(key)
             if self._outlives(tensor, key) or (place is not None and given.is_of_module(place)):
-                self.note_outer(call, key, tensor, version)
+                self.note_outer(call, key, version)
                 if (storage := _weak(tensor)) is not None:
                     call.outside = [*call.outside, storage]
             elif place is not None or key in self.by_handles or self.maker_of(tensor) is not None:
@@ -378,7 +378,7 @@ class Log:
                     call.modified = [*call.modified, (place, storage)]
             elif not is_own and (storage := _weak(tensor)) is not None:
                 # A native region modified what nobody knows: if the region made it, replay finds it recomputed.
-                self.note_outer(call, key, tensor, version)
+                self.note_outer(call, key, version)
                 call.outside = [*call.outside, storage]
 
     def _outlives(self, tensor: Tensor, key: int) -> bool:
@@ -400,11 +400,11 @@ class Log:
                     op=call.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
                 )
-            self.note_outer(call, key_of(tensor), tensor, version)
+            self.note_outer(call, key_of(tensor), version)
 
-    def note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
-        """Note that a call modified a tensor that outlives the region."""
-        if tensor is not None and version >= 0:
+    def note_outer(self, call: Call, key: int, version: int) -> None:
+        """Note that a call modified a tensor that outlives the region, and had this version before."""
+        if version >= 0:
             self.changes.add(key)
         call.touched = self.storages.has_writes = True
         outside = self.region.outside

@@ -159,8 +159,7 @@ class RunningNative(Running):
     def _note_writes(self, changed: Sequence[Tensor]) -> None:
         """Note what an op modifies that was there before the region."""
         for tensor in changed:
-            if not all(map(self.has_made, keys_of(tensor))):
-                self.note_written(tensor, version_of(tensor))
+            self.note_written(tensor, version_of(tensor))
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that the region has made, or one that replay will not have."""

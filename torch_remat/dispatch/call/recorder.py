@@ -254,10 +254,7 @@ class Recorder(Log):
             call.end = len(self.region.tape.saved)
             self.saving = self.given = None
             self.alive.clear()
-        call.is_saved, call.waiting = False, ()
-        for entry in self.region.tape.saved[call.start : call.end]:
-            if type(entry) is ref and type(holder := entry()) is OpHolder:
-                holder.resident, holder.packed, holder.unpack = False, None, None
+        call.let_run(self.region.tape.saved)
 
     # What runs.
 
