@@ -233,7 +233,7 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     while mode is not None and mode.region is not region:
         mode = mode.parent
     if isinstance(mode, Recording) and mode.ops is not None:
-        for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
+        for op, label, tensor, policy in mode.ops.results.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
 
 

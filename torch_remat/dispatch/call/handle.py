@@ -244,8 +244,8 @@ class SavedOp(ForwardOp):
         except RuntimeError:  # those of inference mode count no changes
             counted = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
             self.inputs = [(arg, arg._version) for arg in counted]
-        if self.call.policy is _OFFLOAD:
-            self.ops.know_parameters(args)
+        if self.call.policy is _OFFLOAD:  # the parameters among them stay
+            self.ops.region.sender().know_parameters(args)
 
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""

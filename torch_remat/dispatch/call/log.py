@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -50,20 +50,6 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
 
-class Written(NamedTuple):
-    """A tensor that a call modified and had not made.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version before.
-        is_own: Whether an autograd node of the region had made it.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    is_own: bool
-
-
 class Running(ABC):
     """A saved call while forward runs, whatever runs.
 
@@ -73,7 +59,8 @@ class Running(ABC):
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
         outputs: The nodes of its result, with which of the node's outputs each is.
-        written: The tensors that were there before the call and that it modified, by storage.
+        written: The tensors that were there before the call and that it modified, by storage: each with its version
+            before, and whether an autograd node of the region had made it.
         draws: Whether it may have drawn random numbers.
     """
 
@@ -81,17 +68,13 @@ class Running(ABC):
     last = -1
     draws = False
     outputs: set[tuple[Node, int]] | None = None
-    written: Mapping[int, Written] = _NONE
+    written: Mapping[int, tuple[Tensor, int, bool]] = _NONE
 
     def __init__(self, ops: Log, call: Call, given: Given) -> None:
         self.ops = ops
         self.call = call
         self.given = given
         self.first = sequence_number()
-
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return what autograd keeps of a tensor; None if replay recomputes it, or has it."""
-        return self.ops.pack(tensor)
 
     @abstractmethod
     def returns(self, result: Any) -> None:
@@ -107,7 +90,7 @@ class Running(ABC):
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
             if not self.has_made(key) and key not in self.written:
-                self.written = {**self.written, key: Written(tensor, version, is_own)}
+                self.written = {**self.written, key: (tensor, version, is_own)}
 
     def end(self) -> None:
         """Note at the end of the call what leaves the device, and the random generators."""
@@ -212,15 +195,11 @@ class Log:
         call = self.body() if self.opened else None
         return call is not None and call.policy is not _RECOMPUTE
 
-    def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
-        """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
-        return self.storages.writers.get(key_of(tensor)) if self.storages.writers else None
-
     def made_by_handle(self, tensor: Tensor) -> tuple[Call, int] | None:
         """Return the handle that made a tensor, and as which of its outputs."""
         if (outputs := self.by_handles.get(key_of(tensor))) is not None:
             return outputs[-1]
-        maker, place = self.maker_of(tensor) or (None, 0)
+        maker, place = self.storages.writer_of(tensor) or (None, 0)
         return (maker, place) if isinstance(maker, Call) and maker.is_handle else None
 
     # What autograd saves.
@@ -308,7 +287,7 @@ class Log:
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
-            if self.maker_of(tensor) is not None:
+            if self.storages.writer_of(tensor) is not None:
                 self.needed.append((key_of(tensor), len(self.entries)))
             for call, place in self.by_handles.get(key_of(tensor), ()):
                 if place not in call.kept:
@@ -372,7 +351,7 @@ class Log:
                 self.note_outer(call, key, version)
                 if (storage := _weak(tensor)) is not None:
                     call.outside = [*call.outside, storage]
-            elif place is not None or key in self.by_handles or self.maker_of(tensor) is not None:
+            elif place is not None or key in self.by_handles or self.storages.writer_of(tensor) is not None:
                 call.why = "it modified a tensor of the region in place"
                 if place is not None and (storage := _weak(tensor)) is not None:
                     call.modified = [*call.modified, (place, storage)]
@@ -458,10 +437,6 @@ class Log:
                 if known is not None:
                     self.known.append(known)
                     self.by_handles.setdefault(key_of(part), []).append((call, place))
-
-    def know_parameters(self, args: Sequence[Any]) -> None:
-        """Let the parameters among a handle's inputs stay, which is to be offloaded."""
-        self.region.sender().know_parameters(args)
 
     def expect(self, call: Call, named: Sequence[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
         """Let a handle save what comes before any other node; ``args`` are its inputs, if known.

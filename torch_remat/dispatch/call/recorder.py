@@ -17,7 +17,7 @@ NOTE [ What is kept ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import Any
 from weakref import ref
@@ -53,7 +53,6 @@ from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.record import OpRecorder
-from torch_remat.dispatch.ops.results import Undecided
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
@@ -138,7 +137,8 @@ class Recorder(Log):
         """Return the holder for a tensor that no call saves itself; None if replay recomputes it, or has it."""
         if type(tensor) in OF_TRACES and not self.region.traced:
             return None
-        return self.pack(tensor) if self.calling is None else self.calling.pack(tensor)
+        calling = self.calling
+        return calling.pack(tensor) if type(calling) is RunningNative else self.pack(tensor)
 
     def open(self, call: Call, leaves: Sequence[Any], keys: Sequence[int]) -> None:
         """Begin the range of a call, which has these arguments, in these storages."""
@@ -398,10 +398,6 @@ class Recorder(Log):
         return op
 
     # The end.
-
-    def undecided(self) -> Iterator[Undecided]:
-        """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
-        yield from self.results.undecided()
 
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""

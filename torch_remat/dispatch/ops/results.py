@@ -19,7 +19,6 @@ from torch_remat.dispatch.ops.storages import Storages, let_go
 from torch_remat.dispatch.slot import Slot, placement_in
 from torch_remat.policies.decision import CheckpointPolicy
 
-Undecided = tuple[str, str, torch.Tensor, CheckpointPolicy]  # op, name, tensor and decision
 # Makes the slot for a result, of op, name, tensor, decision, whether it requires a gradient, and goes unchecked.
 MakeSlot = Callable[[str, str, torch.Tensor, CheckpointPolicy, bool, bool], Slot]
 
@@ -116,8 +115,8 @@ class Results:
         tensor, version = self._held.get(entry, {}).get(place, (None, 0))
         return tensor is not None and (version_of(tensor) != version or self._storages.is_changed_by_alias(tensor))
 
-    def undecided(self) -> Iterator[Undecided]:
-        """Yield op, name, tensor and decision of each result."""
+    def undecided(self) -> Iterator[tuple[str, str, torch.Tensor, CheckpointPolicy]]:
+        """Yield op, name, tensor and decision of each result, of which the end of forward decides what is needed."""
         for entry, held in list(self._held.items()):
             for place, (tensor, _) in held.items():
                 if place >= 0:
