@@ -549,7 +549,7 @@ MUTANTS = (
     # Policies.
     Mutant(
         "kept result not kept", "policies", "dispatch/ops/needs.py",
-        "                    needs.kept.append((entry, FIRST))\n",
+        "                    keep.append((entry, FIRST))\n",
         "",
     ),
     Mutant(

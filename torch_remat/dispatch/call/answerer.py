@@ -39,9 +39,8 @@ from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
-from torch_remat.dispatch.ops.answer import OpAnswerer
+from torch_remat.dispatch.ops.answer import OpAnswerer, Suppressed
 from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
-from torch_remat.dispatch.ops.matching import Suppressed
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, stand_in
 from torch_remat.dispatch.placeholder import Placeholder, Refusal, Source, is_of_placeholders, new_tuple, refuse
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves

@@ -124,17 +124,17 @@ def _decide(log: Recorder) -> None:
     """Keep, under a policy, the results that replay or backward needs, and note what runs."""
     region, tape = log.region, log.region.tape
     log.results.let_go_of_graph()
-    needs = find_needs(log.entries, _roots(log), log.results.can_keep)
+    run, needed = find_needs(log.entries, _roots(log), log.results.can_keep)
     if log.storages.has_writes:
         tape.early = early_reads(log.entries, log.storages.is_state)
-    for entry in needs.run:
+    for entry in run:
         entry.run = True
-    kept = dict(needs.kept)
+    kept = dict(needed)
     for call in tape.records.values():  # of views: in replay they are placeholders, views of nothing
         kept[call] = {*kept.get(call, ()), *call.views}
     for entry, places in kept.items():
         log.results.keep(entry, places)
-    for entry in needs.run:
+    for entry in run:
         if isinstance(entry, Call):
             check_whole(log, entry)
     assert log.watch is not None
