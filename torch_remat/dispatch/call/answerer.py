@@ -33,7 +33,7 @@ from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.entry import NOTHING, Call, Given, Waiting
 from torch_remat.dispatch.call.handle import SKIPPED, RematHandle
-from torch_remat.dispatch.call.result import SAME, Again, Passed, another_call, flatten, identity_of, is_flat
+from torch_remat.dispatch.call.result import SAME, Again, Passed, flatten, identity_of, is_flat
 from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
@@ -282,7 +282,8 @@ class Answerer:
         leaves = args if flat else leaves_of(args, kwargs)
         same = identity_of(function) == call.function
         if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
-            self.replay.fail(another_call(self.region, call, same))
+            how = "with tensors of different shapes or strides" if same else "with a different function"
+            self.replay.fail(mismatched(self.region, f"replay made this call {how}", SAME, op=call.name))
         given = Given(function, leaves)
         if self._runs(call, given):
             if self.ops is not None:

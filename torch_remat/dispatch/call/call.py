@@ -35,7 +35,7 @@ from torch_remat._compat import (
     sequence_number,
     storage_key,
 )
-from torch_remat.dispatch.call.entry import Call, Given
+from torch_remat.dispatch.call.entry import Call, Given, Waiting
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import (
     USUAL,
@@ -45,7 +45,6 @@ from torch_remat.dispatch.call.result import (
     flatten,
     is_changed,
     is_flat,
-    lying_in,
     refused,
     state_of,
 )
@@ -225,7 +224,8 @@ class RunningCall(Running):
                 and leaf.layout is source.layout is torch.strided
                 and leaf.dtype in (source.dtype, source.dtype.to_real())
             ):
-                return Passed(place, lying_in(leaf, source), leaf.requires_grad, leaf._base is not None)
+                view = Waiting.of(leaf, None, place, source, None)
+                return Passed(place, view, leaf.requires_grad, leaf._base is not None)
         if leaf.is_leaf and leaf.requires_grad:
             return leaf
         meta = described(leaf, None)

@@ -242,11 +242,11 @@ class Waiting(NamedTuple):
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor, holder: OpHolder, place: Source, source: torch.Tensor, origin: Origin | None
+        cls, tensor: torch.Tensor, holder: OpHolder | None, place: Source, source: torch.Tensor, origin: Origin | None
     ) -> Waiting:
-        """Describe a saved tensor that shares the storage of its source."""
+        """Describe a tensor that shares the storage of its source: a saved one, or a result, for which none waits."""
         places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
-        made: Waiting = new_tuple(cls, (ref(holder), place, *places, origin))
+        made: Waiting = new_tuple(cls, (holder and ref(holder), place, *places, origin))
         return made
 
     def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:

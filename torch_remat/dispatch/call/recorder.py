@@ -77,7 +77,6 @@ class Recorder(Log):
         pointed: The storages to whose memory there was access, if the policy names functions.
         packs: Whether it has to be asked about each tensor that autograd saves.
         alive: What the call has saved that saves now, where hooks around the region must meet all of it.
-        recomputing: In how many calls of the policy RECOMPUTE code runs.
     """
 
     def __init__(self, forward: RematMode, region: OpenRegion) -> None:
@@ -88,7 +87,6 @@ class Recorder(Log):
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.packs = False
         self.alive: list[Holder] = []
-        self.recomputing = 0
 
     # What is asked while forward runs.
 
@@ -293,7 +291,7 @@ class Recorder(Log):
             self.results.read_versions()
         if policy is _RECOMPUTE:
             call.inputs = self.inputs_from_handles(leaves_of(args, kwargs))
-            return self._run_recomputed(function, args, kwargs)
+            return self.mode.user_code(function, args, kwargs)
         is_whole = is_whole_call(function, args, kwargs)
         of_torch = is_whole and is_builtin(function)
         is_native = is_native and not is_whole
@@ -337,13 +335,6 @@ class Recorder(Log):
             if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
                 self.watch.compiled_code.forget_since(compiled)
         return result
-
-    def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.recomputing += 1
-        try:
-            return self.mode.user_code(function, args, kwargs)
-        finally:
-            self.recomputing -= 1
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep what an inner region gets from handles; a policy sees what it reads."""

@@ -26,11 +26,8 @@ from torch.nn import Module, Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number
 from torch_remat.dispatch.call.entry import Call, Source, Waiting
-from torch_remat.dispatch.check.compare import mismatched
-from torch_remat.dispatch.holder import CAST, RegionLike
+from torch_remat.dispatch.holder import CAST
 from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.errors import MismatchError
-from torch_remat.offload.transfer import Placement
 
 USUAL = frozenset((torch.Tensor, Parameter, Placeholder))
 _PLAIN = (
@@ -112,17 +109,6 @@ def refused(leaves: Sequence[Any]) -> str:
         if is_refused(leaf):
             return "it returned a view created without gradients whose base now has a grad_fn"
     return ""
-
-
-def lying_in(view: torch.Tensor, source: torch.Tensor) -> Waiting:
-    """Describe the placement of a tensor in the storage of another; no holder waits for it."""
-    return Waiting(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
-
-
-def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
-    """Return the error about a call that differs from the one in forward."""
-    how = "with tensors of different shapes or strides" if same_function else "with a different function"
-    return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
 
 
 # Effects of a call other than its result.
