@@ -13,6 +13,7 @@ import torch
 
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
 from torch_remat.dispatch.keys import UNCOUNTED, version_of
+from torch_remat.dispatch.ops.meta import Meta
 from torch_remat.errors import MutationError
 from torch_remat.offload.sender import Departures
 from torch_remat.offload.transfer import Placement
@@ -151,7 +152,7 @@ def slot_for(
     return Slot(tensor, around, requires_grad, unchecked)
 
 
-def placement_in(meta: Any) -> Placement:
+def placement_in(meta: Meta) -> Placement:
     """Return the placement of a tensor that a `Meta` describes."""
     shape, stride, offset = meta.geometry
     return Placement(shape, stride, offset * meta.dtype.itemsize, meta.dtype, *meta.lazy)

@@ -52,7 +52,7 @@ from torch_remat.dispatch.call.entry import NOTHING, Call, Given
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of
-from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
+from torch_remat.dispatch.mode import Ops, RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import FIRST
 from torch_remat.dispatch.ops.meta import described
@@ -363,14 +363,12 @@ _MANY = 4096
 
 def is_counted(mode: RematMode, kwargs: Mapping[str, Any] | None) -> bool:
     """Whether a call of a function now is one of a region's forward itself, which a policy can keep."""
-    log: Any = mode.ops
-    return (
-        current_mode() is mode
-        and (log is None or (log.calling is None and not (log.opened and log.is_in_skipped_body())))
-        and torch.is_grad_enabled()
-        and not is_transformed()
-        and not (kwargs and kwargs.get("out") is not None)
-    )
+    if current_mode() is not mode:
+        return False
+    log = mode.ops
+    if isinstance(log, Recorder) and (log.calling is not None or (log.opened and log.is_in_skipped_body())):
+        return False
+    return torch.is_grad_enabled() and not is_transformed() and not (kwargs and kwargs.get("out") is not None)
 
 
 def can_be_kept(function: Any) -> bool:
@@ -434,7 +432,7 @@ class Giving(Functions):
 
 
 def _run(
-    log: Any, name: str, policy: CheckpointPolicy, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    log: Ops, name: str, policy: CheckpointPolicy, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a call as one of `remat.op`: a TypeError is carried past torch's operators, which take it for their own."""
     try:
