@@ -211,6 +211,8 @@ def _of_inputs(slots: Mapping[int, Slot]) -> Iterator[Kept]:
 def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     """Yield what a policy for aten ops keeps, and the outputs of calls."""
     for entry in entries:
+        if not (entry.is_call or region.finished):
+            continue  # undecided
         what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
             yield _of_slot(slot, entry.group, entry.label(place), what if place >= 0 else "slot")

@@ -91,11 +91,19 @@ class Slot:
             slot._aliases = others
         return slot
 
+    @classmethod
+    def holding(cls, tensor: torch.Tensor) -> Slot:
+        """Return the slot with a tensor itself, and its graph; for as long as forward runs."""
+        slot = cls.__new__(cls)
+        slot.kept, slot.version = tensor, version_of(tensor)
+        return slot
+
     @property
     def is_changed(self) -> bool:
         """Whether a kept alias was modified in place since; what hooks have kept, they check themselves."""
-        own = self._unpack is None and self.version != UNCOUNTED and self.kept._version != self.version
-        return own or any(version_of(alias) != version for alias, version in self._aliases)
+        if self._unpack is None and self.version != UNCOUNTED and self.kept._version != self.version:
+            return True
+        return bool(self._aliases) and any(version_of(alias) != version for alias, version in self._aliases)
 
     @property
     def device(self) -> torch.device:
@@ -110,12 +118,7 @@ class Slot:
     def unchanged(self) -> torch.Tensor | None:
         """Return the tensor without a `grad_fn` if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
-        if self._unpack is not None or self.version == UNCOUNTED or kept._version != self.version:
-            return None
-        for alias, version in self._aliases:
-            if version_of(alias) != version:
-                return None
-        return kept.detach()
+        return None if self._unpack is not None or self.version == UNCOUNTED or self.is_changed else kept.detach()
 
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""

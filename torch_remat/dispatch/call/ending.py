@@ -132,6 +132,9 @@ def _decide(log: Recorder) -> None:
     kept = dict(needed)
     for call in tape.records.values():  # of views: in replay they are placeholders, views of nothing
         kept[call] = {*kept.get(call, ()), *call.views}
+    for entry in log.results.held:
+        if entry not in kept:
+            entry.kept = {}
     for entry, places in kept.items():
         log.results.keep(entry, places)
     for entry in run:
