@@ -242,7 +242,7 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
 def calls_by_policy(region: Region) -> Iterator[Call]:
     """Yield the calls of functions that a policy keeps."""
     yield from region.tape.functions.values()
-    yield from (call for call in region.tape.records.values() if call.function_number >= 0)
+    yield from (call for call in region.tape.records.values() if call.listed is not None)
 
 
 def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:

@@ -146,7 +146,7 @@ class Call(Entry):
             runs it whole if it has others there, which the region makes.
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
-        function_number: How many calls of its torch function came before it, if a policy that lists it has made it.
+        listed: If a policy lists it, the function, and how many calls of that came before it.
         is_by_price: Whether a ladder says what becomes of it.
         may_wait: Saved tensors that are kept since a call by price made them, which would wait if replay ran that one.
         is_answered: Whether replay goes on past it, so that there is what it returned, or what stands in for that.
@@ -174,7 +174,7 @@ class Call(Entry):
     wrote: Sequence[str] = ()
     modified: Sequence[tuple[Source, StorageWeakRef]] = ()
     why = ""
-    function_number = -1
+    listed: tuple[Any, int] | None = None
     is_by_price = is_answered = False
     may_wait: Sequence[tuple[Any, Waiting]] = ()
     casts: Sequence[int] | None = None

@@ -259,7 +259,7 @@ class Noting(Functions):
             return _run(log, name, policy, func, args, kwargs)
         finally:
             if (record := log.region.tape.records.get(name)) is not None:
-                record.function_number = number
+                record.listed = func, number
 
     def _name_of(self, func: Any) -> str:
         stem = self._path.of(_getframe(3)) + self._about[func].name
@@ -392,7 +392,7 @@ class Giving(Functions):
         self._replay, self._ops = replay, ops
         self._calls = ops.region.tape.functions
         calls = ops.region.tape.records.values()  # those of functions that may run anything
-        self._named = {(call.function, call.function_number): call for call in calls if call.function_number >= 0}
+        self._named = {call.listed: call for call in calls if call.listed is not None}
         self.table = _table_of(chosen, "replay")
 
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -409,7 +409,7 @@ class Giving(Functions):
         ):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
-        if self._named and (named := self._named.get((identity_of(func), number))) is not None:
+        if self._named and (named := self._named.get((func, number))) is not None:
             return _run(ops, named.name, named.policy, func, args, kwargs)
         call = self._calls.get((func, number))
         if call is None or not (call.is_saved and call.is_answered):
