@@ -439,11 +439,6 @@ class Answerer:
             self.replay.show_ops_to(self._watcher)
         self.whole = self._watcher = None
 
-    def fail_returned(self, call: Call) -> NoReturn:
-        """End the replay, since an op returned whose body has raised in forward."""
-        what = "this op raised an exception in forward but returned in replay"
-        raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
-
     # What is asked while replay runs.
 
     def skips(self) -> bool:
@@ -689,10 +684,12 @@ class SkippedOp(ReplayOp):
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """End a body that ran after all."""
         result = super().record_outputs(*outs, as_tuple=as_tuple)
+        ops = self.ops
         if not self._again:
-            self.ops.fail_returned(self.call)
-        if self.ops.whole is self.call:
-            self.ops.end_body()
+            what = "this op raised an exception in forward but returned in replay"
+            ops.replay.fail(mismatched(ops.region, what, SAME_ORDER, op=self.call.name))
+        if ops.whole is self.call:
+            ops.end_body()
         if self.call.drawn is not None:
             self.call.drawn.restore()
         return result

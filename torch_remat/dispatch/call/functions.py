@@ -362,7 +362,7 @@ _MANY = 4096
 
 
 def is_counted(mode: RematMode, kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether a call of a function now is one of a region's forward itself, which a policy can keep."""
+    """Whether a call of a function now is one of a phase of a region itself, which a policy can keep."""
     if current_mode() is not mode:
         return False
     log = mode.ops
@@ -398,15 +398,7 @@ class Giving(Functions):
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a chosen function returned in forward, or run it."""
         replay, ops = self._replay, self._ops
-        if (
-            current_mode() is not replay
-            or replay.over
-            or ops.native is not None
-            or ops.whole is not None
-            or not torch.is_grad_enabled()
-            or is_transformed()
-            or (kwargs and kwargs.get("out") is not None)
-        ):
+        if replay.over or ops.skips() or not is_counted(replay, kwargs):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
         if self._named and (named := self._named.get((func, number))) is not None:
