@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from torch_remat._compat import Handler, as_written, same_memory
-from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.entry import NOTHING, Call, Given, Waiting
 from torch_remat.dispatch.call.handle import SKIPPED, RematHandle
@@ -69,6 +68,7 @@ class Answerer:
         ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
         native: The native region whose ops are answered now.
         whole: The call that runs whole now.
+        started_over_for: The error for which the replay has started over, if it has.
     """
 
     def __init__(self, replay: Replaying, region: OpenRegion) -> None:
@@ -82,7 +82,7 @@ class Answerer:
             self._slots = loaded_slots(region.name, self._entries)
             for slots in (*(call.inputs for call in self._calls), *region.tape.entered):
                 self._slots.update({id(slot): slot.load(region.name, *slot.sources[-1]) for slot in slots.values()})
-        self._started_over_for: Exception | None = None
+        self.started_over_for: Exception | None = None
         self._refusal: Refusal | None = None
         self._over = False
         self.begin_again()
@@ -299,19 +299,17 @@ class Answerer:
         """Whether replay runs a call whole that it has to."""
         if not call.run:
             return False
-        if self._started_over_for is not None and not call.why and self._lacks_one(call, given.leaves):
+        if self.started_over_for is not None and not call.why and self._lacks_one(call, given.leaves):
             return False  # another has started replay over
-        if call.modified and self._started_over_for is None:
+        if call.modified and self.started_over_for is None:
             same = [
                 isinstance(tensor := given.at(place), Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
             ]
             if all(same):  # they are outside the region and already modified
                 return False
-            if call.wrote:
-                what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
-                self.replay.fail(cannot_be_skipped(self.region, call, what, "Use the out-of-place form"))
-            warn_of_second_run(self.region, call)
+            if (error := warn_of_second_run(self.region, call)) is not None:
+                self.replay.fail(error)
         return True
 
     def _lacks_one(self, call: Call, leaves: Sequence[Any]) -> bool:
@@ -510,7 +508,7 @@ class Answerer:
             return False
         if self.runs_functions():  # alone: then this is a plain region, which may start over, too
             return True
-        if self._started_over_for is not None:
+        if self.started_over_for is not None:
             return False
         if refusal is not None:
             if self.is_of_handle(refusal.source):
@@ -524,7 +522,7 @@ class Answerer:
             entry.run = True
         for entry in self._entries:
             entry.before = None
-        self._started_over_for, self._refusal = error, refusal
+        self.started_over_for, self._refusal = error, refusal
         return True
 
     def runs_functions(self) -> bool:
@@ -536,11 +534,6 @@ class Answerer:
         for call in calls:
             call.is_saved = False
         return True
-
-    @property
-    def has_started_over(self) -> bool:
-        """Whether the replay has started over."""
-        return self._started_over_for is not None
 
     def _stays_skipped(self, entry: Entry) -> bool:
         """Whether an entry is a call whose results are there, or a handle whose body cannot run in replay."""
@@ -558,7 +551,7 @@ class Answerer:
 
     def warn(self) -> None:
         """Warn of what replay has started over for, once it has ended."""
-        if (error := self._started_over_for) is None or not self._entries:
+        if (error := self.started_over_for) is None or not self._entries:
             return  # of a ladder nobody knows
         if (refusal := self._refusal) is not None:
             source, consumer, file, line = refusal
@@ -599,7 +592,7 @@ class Answerer:
             if ops is not None:
                 ops.forget()
         self._over = True
-        self._started_over_for = self._refusal = None  # whose traceback has frames that know this
+        self.started_over_for = self._refusal = None  # whose traceback has frames that know this
         self.ops = self._log = self._native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region

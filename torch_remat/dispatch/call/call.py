@@ -177,7 +177,7 @@ class RunningCall(Running):
             if not isinstance(result, torch.Tensor):
                 leaves, form = flatten(result)
             if why := refused(leaves):
-                raise self._cannot_be_skipped(why, "Return tensors and plain values")
+                raise cannot_be_skipped(ops.region, call, why, "Return tensors and plain values")
             self._returns_several(leaves, () if form is None or form.is_leaf() else (form,))
         if call.start == call.end or self.last - self.first > 1:
             refuse_gradient(ops.region, call.name, self.first, leaves)
@@ -245,15 +245,10 @@ class RunningCall(Running):
             tensors += [leaf._base for leaf in tensors if leaf._base is not None]
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         if self._state and is_changed(self._state, ops.region.function):
-            raise self._cannot_be_skipped(
-                "it changed which tensors a variable, container or iterator of the region holds",
-                "Return the tensors",
-            )
+            why = "it changed which tensors a variable, container or iterator of the region holds"
+            raise cannot_be_skipped(ops.region, self.call, why, "Return the tensors")
         if self.written:
             ops.note_writes(self)
-
-    def _cannot_be_skipped(self, why: str, remedy: str) -> UsageError:
-        return cannot_be_skipped(self.ops.region, self.call, why, remedy)
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:

@@ -21,7 +21,7 @@ from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, 
 from torch_remat.dispatch.holder import RegionLike, value_behind
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
-from torch_remat.errors import RematWarning, qualified_name, user_line
+from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
@@ -182,12 +182,9 @@ def check_whole(log: Recorder, call: Call) -> None:
     if call.results is None or (call.is_handle and not log.has_policy):
         return  # one that raised just does so again
     call.why = call.why or "replay needs a result of it that was modified in place afterwards"
-    if call.modified:  # replay knows whether these are the region's own
-        return
-    if call.wrote:
-        what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
-        raise cannot_be_skipped(log.region, call, what, "Use the out-of-place form")
-    warn_of_second_run(log.region, call)
+    # If it modified arguments, replay knows whether these are the region's own.
+    if not call.modified and (error := warn_of_second_run(log.region, call)) is not None:
+        raise error
 
 
 def promise(region: RegionLike) -> str:
@@ -195,8 +192,11 @@ def promise(region: RegionLike) -> str:
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 
-def warn_of_second_run(region: RegionLike, call: Call) -> None:
-    """Warn, once for each place where one is defined, of a call that replay runs whole."""
+def warn_of_second_run(region: RegionLike, call: Call) -> UsageError | None:
+    """Warn, once for each place where one is defined, of a call that replay runs whole; return why it must not."""
+    if call.wrote:
+        what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
+        return cannot_be_skipped(region, call, what, "Use the out-of-place form")
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(
         f"{qualified_name(region.name, call.name)}: replay recomputes this call, since {call.why}. "
@@ -206,3 +206,4 @@ def warn_of_second_run(region: RegionLike, call: Call) -> None:
         line,
         registry=_warned,
     )
+    return None
