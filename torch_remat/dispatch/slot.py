@@ -95,7 +95,8 @@ class Slot:
     def holding(cls, tensor: torch.Tensor) -> Slot:
         """Return the slot with a tensor itself, and its graph; for as long as forward runs."""
         slot = cls.__new__(cls)
-        slot.kept, slot.version = tensor, version_of(tensor)
+        slot.kept = tensor
+        slot.version = UNCOUNTED if tensor.is_inference() else tensor._version
         return slot
 
     @property
@@ -118,7 +119,12 @@ class Slot:
     def unchanged(self) -> torch.Tensor | None:
         """Return the tensor without a `grad_fn` if it is simply there; else None: `load` has more to do."""
         kept: torch.Tensor = self.kept
-        return None if self._unpack is not None or self.version == UNCOUNTED or self.is_changed else kept.detach()
+        if self._unpack is not None or self.version == UNCOUNTED or kept._version != self.version:
+            return None
+        for alias, version in self._aliases:
+            if version_of(alias) != version:
+                return None
+        return kept.detach()
 
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""

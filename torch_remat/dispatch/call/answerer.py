@@ -270,8 +270,7 @@ class Answerer:
         if call.answers is not None:
             if self.ops is not None:
                 self.ops.pass_over(call)
-            given = Given(function, leaves_of(args, kwargs)) if call.run else NOTHING
-            if self._runs(call, given):
+            if call.run and self._runs(call, given := Given(function, leaves_of(args, kwargs))):
                 return self._run_whole(call, function, args, kwargs, given)
             return self._answer_native(call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
@@ -285,20 +284,18 @@ class Answerer:
             how = "with tensors of different shapes or strides" if same else "with a different function"
             self.replay.fail(mismatched(self.region, f"replay made this call {how}", SAME, op=call.name))
         given = Given(function, leaves)
-        if self._runs(call, given):
+        if call.run and self._runs(call, given):
             if self.ops is not None:
                 self.ops.pass_over(call)
             return self._run_whole(call, function, args, kwargs, given)
-        self.come_to(call, given)
+        self.come_to(call, leaves, given)
         self.leave(call)
         if call.kind == ONE:
             return self.kept_or_stand_in(call, 0)
         return self.result_of(call, given)
 
     def _runs(self, call: Call, given: Given) -> bool:
-        """Whether replay runs a call whole that it has to."""
-        if not call.run:
-            return False
+        """Whether replay runs a call whole that it has to, as far as forward knew."""
         if self.started_over_for is not None and not call.why and self._lacks_one(call, given.leaves):
             return False  # another has started replay over
         if call.modified and self.started_over_for is None:
@@ -327,7 +324,7 @@ class Answerer:
         args, kwargs = self.values_of(args, kwargs, call.inputs, call.name)
         if call.before is not None and self.region.rng is not None:
             call.before.restore(among=self.region.rng)
-        self._fill_waiting(call, given)  # what it saved of its arguments before it modified them
+        self._fill_waiting(call, given.leaves, given)  # what it saved of its arguments before it modified them
         self.begin_body(call)
         try:
             return self.replay.user_code(function, args, kwargs)
@@ -374,8 +371,14 @@ class Answerer:
                 leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
         return optree.tree_unflatten(form, leaves) if call.kept else result
 
-    def come_to(self, call: Call, given: Given) -> None:
-        """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables."""
+    def come_to(self, call: Call, leaves: Sequence[Any], given: Given = NOTHING) -> None:
+        """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables.
+
+        Args:
+            call: The call.
+            leaves: Its arguments.
+            given: The same, and its variables.
+        """
         if self.ops is not None and self.native is None and self.whole is None:
             self.ops.pass_over(call)
         replay = self.replay
@@ -386,12 +389,16 @@ class Answerer:
             replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
         replay.position = call.end
         if call.waiting:
-            self._fill_waiting(call, given)
+            self._fill_waiting(call, leaves, given)
             replay.stop_if_filled()
 
-    def _fill_waiting(self, call: Call, given: Given) -> None:
+    def _fill_waiting(self, call: Call, leaves: Sequence[Any], given: Given) -> None:
         for waiting in call.waiting:
-            self._fill(waiting, given.at(waiting.place))
+            place = waiting.place
+            if type(place) is int:
+                self._fill(waiting, leaves[place] if place < len(leaves) else None)
+            else:
+                self._fill(waiting, given.at(place))
 
     def _fill(self, waiting: Waiting, source: Any) -> None:
         known, _, view, _, origin = waiting
@@ -650,7 +657,7 @@ class SkippedOp(ReplayOp):
         call, ops, ctx = self.call, self.ops, self._ctx
         if call.results is None:  # its body has raised
             return None
-        ops.come_to(call, Given(None, args) if call.waiting else NOTHING)
+        ops.come_to(call, args)
         if call.run or ops.whole is not None:
             self._again = True
             if ops.whole is None:

@@ -48,7 +48,7 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.call import may_draw
-from torch_remat.dispatch.call.entry import NOTHING, Call, Given
+from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of
@@ -362,7 +362,7 @@ _MANY = 4096
 
 
 def is_counted(mode: RematMode, kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether a call of a function now is one of a phase of a region itself, which a policy can keep."""
+    """Whether a call of a function now is one of a region's forward itself, which a policy can keep."""
     if current_mode() is not mode:
         return False
     log = mode.ops
@@ -398,7 +398,15 @@ class Giving(Functions):
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a chosen function returned in forward, or run it."""
         replay, ops = self._replay, self._ops
-        if replay.over or ops.skips() or not is_counted(replay, kwargs):
+        if (
+            current_mode() is not replay
+            or replay.over
+            or ops.native is not None
+            or ops.whole is not None
+            or not torch.is_grad_enabled()
+            or is_transformed()
+            or (kwargs and kwargs.get("out") is not None)
+        ):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
         if self._named and (named := self._named.get((func, number))) is not None:
@@ -414,7 +422,7 @@ class Giving(Functions):
             layout = layout, _known_by(ops.region, leaves)
         if replay.position != call.start or layout != call.layout:
             return func(*args, **kwargs)
-        ops.come_to(call, Given(None, leaves) if call.waiting else NOTHING)
+        ops.come_to(call, leaves)
         if call.drawn is not None:
             call.drawn.restore()
         if not call.template:

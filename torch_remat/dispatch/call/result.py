@@ -144,7 +144,14 @@ def state_of(roots: Sequence[Any]) -> State:
     Args:
         roots: The function and the arguments of the call.
     """
-    return [(holder, _tensors_held(holder)) for holder in _holders(roots, _DEPTH, _NOT_WALKED)]
+    holding = [
+        root
+        for root in roots
+        if type(root) not in _BARE and (type(root) is not FunctionType or root.__closure__ or root.__defaults__)
+    ]
+    if not holding:  # as most calls
+        return ()
+    return [(holder, _tensors_held(holder)) for holder in _holders(holding, _DEPTH, _NOT_WALKED)]
 
 
 def is_changed(state: State, region_function: Any) -> bool:

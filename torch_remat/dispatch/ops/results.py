@@ -93,15 +93,16 @@ class Results:
             written = [slot for at, slot in entry.kept.items() if at < 0]
             return bool(written) and all(self._is_unchanged(entry, slot) for slot in written)
         slot = entry.kept.get(place)
-        return slot is not None and self._is_unchanged(entry, slot)
+        if slot is None or self._storages.has_writes or self._storages.aliases or slot.version == UNCOUNTED:
+            return slot is not None and self._is_unchanged(entry, slot)
+        return slot.kept._version == slot.version or self._allow_mutation  # what most are
 
     def _is_unchanged(self, entry: Entry, slot: Slot) -> bool:
         if self._allow_mutation:
             return True
-        storages = self._storages
-        if slot.is_changed or (storages.aliases and storages.is_changed_by_alias(slot.kept)):
+        if slot.is_changed or self._storages.is_changed_by_alias(slot.kept):
             return False
-        return not (storages.has_writes and storages.is_changed(entry, slot.kept))
+        return not (self._storages.has_writes and self._storages.is_changed(entry, slot.kept))
 
     def is_written(self, entry: Entry, place: int) -> bool:
         """Whether a result was modified in place since: a change that autograd counted."""
@@ -118,6 +119,9 @@ class Results:
     def keep(self, entry: Entry, places: Collection[int]) -> None:
         """Keep these results of an entry, and what it wrote; no others."""
         slots = entry.kept.items()
+        is_plain = self.keeps_aliases and not (self._storages.aliases or self._reshaped or entry.away)
+        if is_plain and entry.kind == ONE and places and entry.kept[0].version != UNCOUNTED:
+            return  # what most are
         entry.kept = {at: self._kept_of(entry, at, slot) for at, slot in slots if max(at, WRITTEN) in places}
 
     def _kept_of(self, entry: Entry, place: int, slot: Slot) -> Slot:
