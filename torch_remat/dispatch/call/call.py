@@ -19,11 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from types import BuiltinFunctionType, MappingProxyType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from torch_remat._compat import (
@@ -38,7 +37,6 @@ from torch_remat._compat import (
 from torch_remat.dispatch.call.entry import Call, Given, Waiting
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import (
-    USUAL,
     Again,
     Passed,
     State,
@@ -51,18 +49,15 @@ from torch_remat.dispatch.call.result import (
 from torch_remat.dispatch.holder import (
     RegionLike,
 )
-from torch_remat.dispatch.keys import key_of, keys_of, layout_of, tensors_in, version_of
+from torch_remat.dispatch.keys import DENSE, USUAL, key_of, keys_of, layout_of, tensors_in, version_of
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, described
-from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 
-_PARAMETERS = frozenset((torch.Tensor, Parameter))
 _VALUES = frozenset((int, float, bool, type(None)))
-_ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
-_FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
-_NONE: Mapping[int, Any] = MappingProxyType({})
+_ORDINARY = DENSE | _VALUES
+_FLAT = USUAL | _VALUES  # what the arguments of most calls are
 _FUNCTION_CLASS = type(torch.autograd.Function)
 _pure: dict[int, bool] = {}
 
@@ -137,10 +132,10 @@ class RunningCall(Running):
         super().__init__(ops, call, Given(function, leaves))
         kinds = set(map(type, leaves))
         try:
-            if not _PARAMETERS.issuperset(kinds):
+            if not USUAL.issuperset(kinds):
                 if not _FLAT.issuperset(kinds):
                     raise RuntimeError
-                given = [arg for arg in leaves if type(arg) in _PARAMETERS]
+                given = [arg for arg in leaves if type(arg) in USUAL]
             call.layout = [(one.shape, one.stride()) for one in given]
             call.reads = list(map(storage_key, given))
         except RuntimeError:  # sparse tensors have no strides
@@ -218,7 +213,7 @@ class RunningCall(Running):
             place, source = found
             if source is leaf:
                 return Passed(place, None)
-            both = type(leaf) in USUAL and type(source) in USUAL
+            both = type(leaf) in DENSE and type(source) in DENSE
             if (
                 both
                 and leaf.layout is source.layout is torch.strided

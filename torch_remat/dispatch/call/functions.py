@@ -51,7 +51,7 @@ from torch_remat.dispatch.call.call import may_draw
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of
-from torch_remat.dispatch.keys import key_of, keys_of, parts_of
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of
 from torch_remat.dispatch.mode import Ops, RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import FIRST
@@ -69,9 +69,8 @@ from torch_remat.policies.policy import NOTHING_BY_FUNCTION, KeptFunctions
 
 _new = object.__new__  # as in the recorder
 _OURS = f"{__name__.partition('.')[0]}."  # modules of this package, which write nothing
-_PLAIN = frozenset((Tensor, Parameter))
 _CASTABLE = (Tensor, Placeholder)  # in the replay of an enclosing region
-_FLAT = frozenset((*_PLAIN, int, float, bool, str, type(None)))
+_FLAT = frozenset((*USUAL, int, float, bool, str, type(None)))
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # which run no Python of users
 # What autocast runs in a smaller dtype on each device, and casts anew for each call.
 _CAST = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention"))
@@ -485,7 +484,7 @@ def _taken(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[Tensor,
                 layout.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
                 before.append((leaf, leaf._version))
                 reads.append(storage_key(leaf))
-                is_plain = is_plain and type(leaf) in _PLAIN
+                is_plain = is_plain and type(leaf) in USUAL
     except (RuntimeError, NotImplementedError):  # made in inference mode, or of a layout without strides or storage
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         counted = [(leaf, leaf._version) for leaf in given if not leaf.is_inference()]
@@ -520,7 +519,7 @@ def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             found.append(leaf if type(leaf) in _FLAT else None)
-        elif type(leaf) in _PLAIN and leaf.layout is torch.strided:  # in replay it may be a placeholder
+        elif type(leaf) in USUAL and leaf.layout is torch.strided:  # in replay it may be a placeholder
             stays = region.hooks is None and not region.options.offload_inputs
             is_here = stays and region.inputs.lies_with(storage_key(leaf))
             if is_here or type(leaf) is Parameter:

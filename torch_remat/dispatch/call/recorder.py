@@ -18,7 +18,7 @@ NOTE [ What is kept ]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -56,16 +56,13 @@ from torch_remat.dispatch.ops.record import OpRecorder
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
-from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.policy import OpPolicy
 
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
-_NONE: Mapping[int, Slot] = MappingProxyType({})
 _INPUT = (None, NoneType)  # of a holder's `plain`, where the tensor may be something else than the result of an op
-Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
 
 class Recorder(Log):

@@ -27,14 +27,13 @@ from torch.nn import Module, Parameter
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number
 from torch_remat.dispatch.call.entry import Call, Source, Waiting
 from torch_remat.dispatch.holder import CAST
-from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.keys import DENSE
 
-USUAL = frozenset((torch.Tensor, Parameter, Placeholder))
 _PLAIN = (
     int, float, bool, str, bytes, complex, type(None), Enum, type, slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-_FLAT = frozenset((*USUAL, int, float, bool, str, complex, type(None)))
+_FLAT = frozenset((*DENSE, int, float, bool, str, complex, type(None)))
 _NAMESPACE = "torch_remat.results"  # of optree: results are looked into further than arguments
 SAME = "The function must make the same calls in both phases, on tensors with the same memory layout."
 
