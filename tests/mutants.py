@@ -143,7 +143,7 @@ MUTANTS = (
         "        if False:\n",
     ),
     Mutant(
-        "mark of outputs without a gradient lost", "gradients", "dispatch/call/handle.py",
+        "mark of outputs without a gradient lost", "gradients", "dispatch/call/answerer.py",
         "        if call.plain:\n",
         "        if False:\n",
     ),
@@ -169,14 +169,14 @@ MUTANTS = (
         "        if call.kind == ONE:",
     ),
     Mutant(
-        "draws of a skipped handle not skipped", "random", "dispatch/call/handle.py",
-        "        if call.drawn is not None or call.touched:\n            ops.leave(call)\n        made = []",
-        "        made = []",
+        "draws of a skipped handle not skipped", "random", "dispatch/call/answerer.py",
+        "        if call.drawn is not None or call.touched:\n            ops.leave(call)\n        made = ",
+        "        made = ",
     ),
     Mutant(
-        "draws of a native region not skipped", "random", "dispatch/call/native.py",
-        "    answerer.leave(call)\n",
-        "",
+        "draws of a native region not skipped", "random", "dispatch/call/answerer.py",
+        "            self.suppressed.restore()\n        self.leave(call)\n",
+        "            self.suppressed.restore()\n",
     ),
     Mutant(
         "draws of a skipped op not skipped", "random", "dispatch/ops/answer.py",
@@ -211,8 +211,8 @@ MUTANTS = (
     ),
     Mutant(
         "result of a call that replay passes not kept", "bytes", "dispatch/call/ending.py",
-        "        return roots + self._passed()\n",
-        "        return roots\n",
+        "                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]\n",
+        "                pass\n",
     ),
     Mutant(
         "result of a call that replay does not pass kept", "bytes", "dispatch/call/ending.py",
@@ -221,8 +221,8 @@ MUTANTS = (
     ),
     Mutant(
         "resident is a copy", "bytes", "dispatch/call/log.py",
-        "        holder.value = self.mode.alias_of(tensor)\n",
-        "        holder.value = self.mode.alias_of(tensor).clone()\n",
+        "        holder.value = value = self.mode.alias_of(tensor)\n",
+        "        holder.value = value = self.mode.alias_of(tensor).clone()\n",
     ),
     Mutant(
         "cast of a weight taken for a result of a native region", "bytes", "dispatch/call/native.py",
@@ -288,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         "version of a kept result not compared", "writes", "dispatch/slot.py",
-        "if (counted and kept._version != self.version) or any(",
-        "if any(",
+        "        if self.is_changed:\n            raise",
+        "        if False:\n            raise",
     ),
     Mutant(
         "version of a cast leaf of a call not compared", "writes", "dispatch/region/forward.py",
@@ -378,7 +378,7 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "missing op of a native region not noticed", "mismatch", "dispatch/call/native.py",
+        "missing op of a native region not noticed", "mismatch", "dispatch/call/answerer.py",
         "    if (error := ops.missing()) is not None:\n",
         "    if False:\n",
     ),
@@ -424,7 +424,7 @@ MUTANTS = (
         "has_moved = False",
     ),
     Mutant(
-        "buffer not left as a skipped call left it", "outside", "dispatch/call/loading.py",
+        "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
         "for tensor in self.region.outside.leave(call.name):",
         "for tensor in ():",
     ),
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "tensor that leaves a call let through", "calls", "dispatch/call/ending.py",
-        "if (run := call_left_by_a_tensor(several, readers)) is not None:",
+        "if (call := call_left_by_a_tensor(log.left, readers)) is not None:",
         "if False:",
     ),
     Mutant(
@@ -549,7 +549,7 @@ MUTANTS = (
     # Policies.
     Mutant(
         "kept result not kept", "policies", "dispatch/ops/needs.py",
-        "                    needs.kept.append((entry, FIRST))\n",
+        "                    keep.append((entry, FIRST))\n",
         "",
     ),
     Mutant(
@@ -594,9 +594,9 @@ MUTANTS = (
         "        finally:\n            _current.set(None)",
     ),
     Mutant(
-        "ops stay with a native region that is over", "nesting", "dispatch/call/native.py",
-        "        answerer.native, answerer.ops = None, outer",
-        "        answerer.native = None",
+        "ops stay with a native region that is over", "nesting", "dispatch/call/answerer.py",
+        "            self.native, self.ops = None, outer",
+        "            self.native = None",
     ),
     Mutant(
         "ops not shown after a hook", "nesting", "dispatch/mode.py",
@@ -692,7 +692,7 @@ MUTANTS = (
         "[] if left_out else",
     ),
     Mutant(
-        "write after eviction not noticed", "budgets", "dispatch/call/ending.py",
+        "write after eviction not noticed", "budgets", "dispatch/call/lowering.py",
         "        mark_changed(holder)\n    holder.value = None\n",
         "        pass\n    holder.value = None\n",
     ),

@@ -58,7 +58,7 @@ What = Kind | Literal["empty", "slot", "result"]
 Why = Literal[
     "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
     "replay",  # an op of replay reads it
-    "input of",  # not kept: replay takes it from input `at` (a number from 0) of the call `by`, or its memory
+    "input of",  # not kept: replay takes it, or its memory, from `at` of the call `by`: an input, or a variable
     "again",  # not kept: replay makes it again
 ]
 
@@ -177,7 +177,8 @@ def _named(region: Region) -> Iterator[Kept]:
     sources: dict[int, tuple[Why, str, str]] = {}  # of waiting ones, by the holder
     for call in (*region.tape.records.values(), *region.tape.functions.values()):
         for waiting in call.waiting:
-            sources.setdefault(id(waiting.holder()), ("input of", call.name, str(waiting.place)))
+            at = f"variable {waiting.place[1]!r}" if isinstance(waiting.place, tuple) else f"input {waiting.place}"
+            sources.setdefault(id(waiting.holder()), ("input of", call.name, at))
     for holder in region.tape.named_holders():
         packed = holder.value if holder.unpack is None else holder.packed
         op, name, made_on = holder.op, holder.name, holder.metadata[3]
@@ -210,6 +211,8 @@ def _of_inputs(slots: Mapping[int, Slot]) -> Iterator[Kept]:
 def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     """Yield what a policy for aten ops keeps, and the outputs of calls."""
     for entry in entries:
+        if not (entry.is_call or region.finished):
+            continue  # undecided
         what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
             yield _of_slot(slot, entry.group, entry.label(place), what if place >= 0 else "slot")
@@ -232,14 +235,14 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     while mode is not None and mode.region is not region:
         mode = mode.parent
     if isinstance(mode, Recording) and mode.ops is not None:
-        for op, label, tensor, policy in mode.ops.undecided():  # not those of a replay
+        for op, label, tensor, policy in mode.ops.results.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
 
 
 def calls_by_policy(region: Region) -> Iterator[Call]:
     """Yield the calls of functions that a policy keeps."""
     yield from region.tape.functions.values()
-    yield from (call for call in region.tape.records.values() if call.function_number >= 0)
+    yield from (call for call in region.tape.records.values() if call.listed is not None)
 
 
 def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:

@@ -222,13 +222,6 @@ def test_no_files_import_each_other_in_a_circle():
     assert circles(edges) == []
 
 
-def test_the_room_for_ops_knows_neither_calls_nor_regions():
-    rooms = {f"{NAME}.dispatch.call", f"{NAME}.dispatch.region"}
-    for path in (PACKAGE / "dispatch" / "ops").glob("*.py"):
-        names = imports(ast.parse(path.read_text("utf-8")), module_of(path), path.name == "__init__.py")
-        assert not [name for name in names if ".".join(name.split(".")[:3]) in rooms], path.name
-
-
 def test_rules_find_what_breaks_them():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
     assert lines_of_functions(ast.parse("def f():\n    'what'\n    x = 1\n    return x")) == [("f", 2)]

@@ -128,7 +128,8 @@ def test_exception_that_the_region_catches_is_the_same_in_replay(where):
     inputs = leaf(3, 3), leaf(3, 3)
     assert_equal_gradients(function, region()(function), inputs)
     if where != "nested":
-        assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1}
+        again = {"mm": 1, "sin": 1} if where == "after all" else {}  # what raised runs again
+        assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1} | again
 
 
 def test_wrong_name_or_function_is_an_error():

@@ -136,14 +136,6 @@ class RegionLike(Protocol):
         """Return the value of an empty holder, by a replay."""
 
 
-class OpenRegionLike(RegionLike, Protocol):
-    """A region of which a phase runs."""
-
-    @property
-    def inputs(self) -> InputsLike:
-        """The arguments."""
-
-
 # The version of a tensor that was modified in place after it was saved: no read accepts it.
 CHANGED = -1
 

@@ -14,6 +14,7 @@ import torch
 from torch_remat._compat import SavedTensorHooks, without_dispatch_modes
 from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.keys import UNCOUNTED, version_of
+from torch_remat.dispatch.ops.meta import Meta
 from torch_remat.errors import MutationError
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
@@ -90,10 +91,20 @@ class Slot:
             slot._aliases = others
         return slot
 
+    @classmethod
+    def holding(cls, tensor: torch.Tensor) -> Slot:
+        """Return the slot with a tensor itself, and its graph; for as long as forward runs."""
+        slot = cls.__new__(cls)
+        slot.kept = tensor
+        slot.version = UNCOUNTED if tensor.is_inference() else tensor._version
+        return slot
+
     @property
     def is_changed(self) -> bool:
-        """Whether a kept alias was modified in place since."""
-        return self.version != UNCOUNTED and self.kept._version != self.version
+        """Whether a kept alias was modified in place since; what hooks have kept, they check themselves."""
+        if self._unpack is None and self.version != UNCOUNTED and self.kept._version != self.version:
+            return True
+        return bool(self._aliases) and any(version_of(alias) != version for alias, version in self._aliases)
 
     @property
     def device(self) -> torch.device:
@@ -118,8 +129,7 @@ class Slot:
     def load(self, region: str, op: str, name: str) -> torch.Tensor:
         """Return the tensor for one replay; an error calls it ``region::op.name``."""
         kept: torch.Tensor = self.kept
-        counted = self._unpack is None and self.version != UNCOUNTED  # what hooks have kept, they check themselves
-        if (counted and kept._version != self.version) or any(version_of(alias) != at for alias, at in self._aliases):
+        if self.is_changed:
             raise MutationError(
                 "this tensor was modified in place after it was kept for replay",
                 region=region,
@@ -151,7 +161,7 @@ def slot_for(
     return Slot(tensor, around, requires_grad, unchecked)
 
 
-def placement_in(meta: Any) -> Placement:
+def placement_in(meta: Meta) -> Placement:
     """Return the placement of a tensor that a `Meta` describes."""
     shape, stride, offset = meta.geometry
     return Placement(shape, stride, offset * meta.dtype.itemsize, meta.dtype, *meta.lazy)

@@ -249,7 +249,7 @@ class Reasons:
 
     def _of_saved(self, op: str, row: Kept) -> tuple[State, str]:
         if row.what != "saved":
-            source = f"has it as input {row.at} of {row.by}" if row.why == "input of" else "makes it again"
+            source = f"has it as {row.at} of {row.by}" if row.why == "input of" else "makes it again"
             return "elided", f"replay {source}"
         state, why = self._state_of(row), f"the backward of {op} reads it"
         shared = self._counted.get(qualified_name(self._region.name, op, row.tensor), (None, None))[1]

@@ -19,31 +19,32 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
+from functools import cached_property, partial
+from operator import is_
+from typing import Any, NoReturn
 
+import optree
+import torch
 from torch import Tensor
 
-from torch_remat.dispatch.call.call import cannot_be_skipped
+from torch_remat._compat import Handler, as_written, same_memory
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
-from torch_remat.dispatch.call.entry import Call, variables_of
-from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
-from torch_remat.dispatch.call.loading import Loading
-from torch_remat.dispatch.call.native import replay_native
-from torch_remat.dispatch.call.result import another_call, identity_of, is_flat
-from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched
+from torch_remat.dispatch.call.entry import NOTHING, Call, Given, Waiting
+from torch_remat.dispatch.call.handle import SKIPPED, RematHandle
+from torch_remat.dispatch.call.result import SAME, Again, Passed, flatten, identity_of, is_flat
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
 from torch_remat.dispatch.check.unread import Unreadable
+from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
+from torch_remat.dispatch.ops.answer import OpAnswerer, Suppressed
 from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
-from torch_remat.dispatch.placeholder import (
-    Placeholder,
-    Refusal,
-    Source,
-    is_of_placeholders,
-)
-from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, stand_in
+from torch_remat.dispatch.placeholder import Placeholder, Refusal, Source, is_of_placeholders, new_tuple, refuse
+from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
+from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import (
     MutationError,
     RematError,
@@ -58,24 +59,168 @@ _RECOMPUTE = CheckpointPolicy.RECOMPUTE
 _new = object.__new__  # as in the recorder
 
 
-class Answerer(Loading):
+class Answerer:
     """The log of one region in one replay, a `Filling`, and what runs its calls.
 
     Attributes:
         begun: How many calls have begun.
         entered: How many inner regions have, after the first call.
+        ops: What answers and compares aten ops, while the ops of the region, or of a native region, are watched.
+        native: The native region whose ops are answered now.
+        whole: The call that runs whole now.
+        started_over_for: The error for which the replay has started over, if it has.
     """
 
     def __init__(self, replay: Replaying, region: OpenRegion) -> None:
-        super().__init__(replay, region)
-        self._started_over_for: Exception | None = None
+        self.region = region
+        self.region_name = region.name
+        self.replay = replay
+        self._calls = list(region.tape.records.values())
+        self._entries = region.tape.calls
+        self._slots: dict[int, Tensor] = {}
+        if region.hooks is not None:
+            self._slots = loaded_slots(region.name, self._entries)
+            for slots in (*(call.inputs for call in self._calls), *region.tape.entered):
+                self._slots.update({id(slot): slot.load(region.name, *slot.sources[-1]) for slot in slots.values()})
+        self.started_over_for: Exception | None = None
         self._refusal: Refusal | None = None
         self._over = False
+        self.begin_again()
 
     def begin_again(self) -> None:
         """Begin at the start of the log again."""
-        super().begin_again()
         self.begun = self.entered = 0
+        self._loaded: dict[int, torch.Tensor] = {}  # by id, kept so that no other tensor gets the id
+        self.suppressed = Suppressed()
+        self.ops: OpAnswerer | None = None
+        self._log: OpAnswerer | None = None  # the same, but for what a native region has in its place
+        self._native_ops: OpAnswerer | None = None  # what does so for native regions, one after the other
+        self.native: Call | None = None
+        self.whole: Call | None = None
+        self._watcher: Handler | None = None
+        if self.region.options.policy is not None and self._entries:
+            self.ops = self._log = OpAnswerer(self.replay, self.suppressed, self.load)
+            self.ops.expect(self._entries)
+
+    # Results and arguments.
+
+    @cached_property
+    def changes_results(self) -> bool:
+        """Whether the log has in-place modifications; results then need a `grad_fn`: autograd allows none of a leaf."""
+        return any(entry.writes or entry.effects.reshapes for entry in self._entries)
+
+    def load(self, slot: Slot, op: str, name: str) -> Tensor:
+        """Return what a slot keeps; the enclosing hooks may have returned it already."""
+        loaded = self._slots.get(id(slot))
+        if loaded is None:
+            return slot.load(self.region_name, op, name)
+        return loaded.detach().requires_grad_(loaded.requires_grad)
+
+    def note_loaded(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
+        self._loaded[id(tensor)] = tensor
+        if type(tensor) is not Tensor and (base := tensor._base) is not None:  # of a subclass, which is a view then
+            self._loaded[id(base)] = base
+
+    def has_loaded(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was kept, so that it has no `grad_fn` in replay."""
+        return id(tensor) in self._loaded
+
+    def value_of(self, leaf: Any, consumer: str) -> Any:
+        """Return an argument, or what saved writes have left where a placeholder of this region stands.
+
+        Raises:
+            PlaceholderError: They left nothing there.
+        """
+        if not isinstance(leaf, Placeholder) or not leaf.source.is_of(self.region):
+            return leaf
+        if self.ops is not None:
+            value = fresh_alias(self.ops.value_of(leaf, consumer), leaf.requires_grad, True)
+            self.note_loaded(value)
+            return value
+        return refuse(leaf.source, consumer)
+
+    def inputs_of(self, call: Call, inputs: Sequence[Any]) -> list[Any]:
+        """Return what a handle gets whose body replay runs, with what was kept in place of placeholders."""
+        if call.is_skipped and call.results is None:
+            return list(inputs)  # its body has raised, and does so again
+        return self._with_slots(inputs, call.inputs, call.name)
+
+    def values_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[int, Slot], consumer: str
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return arguments with what was kept in place of placeholders."""
+        leaves = leaves_of(args, kwargs)
+        values = self._with_slots(leaves, slots, consumer)
+        return (args, kwargs) if all(map(is_, leaves, values)) else with_leaves(args, kwargs, values)
+
+    def _with_slots(self, leaves: Sequence[Any], slots: Mapping[int, Slot], consumer: str) -> list[Any]:
+        values = []
+        for at, leaf in enumerate(leaves):
+            made = isinstance(leaf, Placeholder) and leaf.source.is_of(self.region) and leaf.source[1:3]
+            if made and at in slots and made in slots[at].sources:  # else forward had something else here
+                value = self.load(slots[at], *made)
+                self.note_loaded(value)
+            else:
+                value = self.value_of(leaf, consumer)
+            values.append(value)
+        return values
+
+    def kept_or_stand_in(self, call: Call, place: int) -> Any:
+        """Return what replay has of a tensor that a call made: what was kept of it, else a placeholder."""
+        requires_grad = bool(call.gradients) and call.gradients[place]  # of a handle autograd decides
+        slot = call.kept.get(place)
+        has_history = requires_grad and (self.changes_results or self.region.inputs.keeps_histories)
+        if slot is not None:
+            tensor = slot.unchanged()
+            if tensor is None:
+                tensor = self.load(slot, call.name, call.label(place))
+            tensor = fresh_alias(tensor.data, True, True) if has_history else tensor.requires_grad_(requires_grad)
+            self.note_loaded(tensor)
+            return tensor
+        made = stand_in(call.meta(place), self.source_of(call, place))
+        if has_history:
+            return fresh_alias(made, True, True)
+        return made.requires_grad_() if requires_grad else made
+
+    def source_of(self, call: Call, place: int) -> Source:
+        """Return what a placeholder for a tensor that a call made says of itself."""
+        source: Source = new_tuple(Source, (self.region_name, call.name, call.label(place), id(self.region)))
+        return source
+
+    def result_of(self, call: Call, given: Given) -> Any:
+        """Return what a skipped call returned in forward; ``given`` are its arguments and variables in self."""
+        if not call.template:
+            return self._leaf_of(call, 0, call.results, given, [])
+        leaves: list[Any] = []
+        for place, form in enumerate(call.results):
+            leaves.append(self._leaf_of(call, place, form, given, leaves))
+        return optree.tree_unflatten(call.template[0], leaves)
+
+    def _leaf_of(self, call: Call, place: int, form: Any, given: Given, before: Sequence[Any]) -> Any:
+        kind = type(form)
+        if kind is Meta or kind is WrapperMeta:
+            return self.kept_or_stand_in(call, place)
+        if kind is Again:
+            return before[form.at]
+        if kind is Slot:  # of a layout for which no placeholder stands in
+            value = self.load(form, call.name, call.label(place))
+            self.note_loaded(value if value._base is None else value._base)
+            return value
+        return self._passed(call, form, given.at(form.place)) if kind is Passed else form
+
+    def _passed(self, call: Call, form: Passed, source: Any) -> Any:
+        """Return an argument or a variable, or a view of one."""
+        if form.view is None:
+            return source
+        value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
+        if value is None:
+            what = "the base of a returned view has another layout in replay"
+            raise mismatched(self.region, what, SAME, op=call.name)
+        if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
+            value = same_memory(value) if form.has_history else value.detach()
+            self.note_loaded(value)
+        return value
 
     # Calls.
 
@@ -125,11 +270,9 @@ class Answerer(Loading):
         if call.answers is not None:
             if self.ops is not None:
                 self.ops.pass_over(call)
-            leaves = leaves_of(args, kwargs) if call.modified else ()
-            given = [*leaves, *self._variables(call, function, leaves)] if call.modified else ()
-            if self._runs(call, given, args, kwargs):
-                return self._run_whole(call, function, args, kwargs, ())
-            return replay_native(self, call, function, args, kwargs)
+            if call.run and self._runs(call, given := Given(function, leaves_of(args, kwargs))):
+                return self._run_whole(call, function, args, kwargs, given)
+            return self._answer_native(call, function, args, kwargs)
         return self._skip(call, function, args, kwargs)
 
     def _skip(self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -138,35 +281,32 @@ class Answerer(Loading):
         leaves = args if flat else leaves_of(args, kwargs)
         same = identity_of(function) == call.function
         if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
-            self.replay.fail(another_call(self.region, call, same))
-        given = leaves if not call.places else [*leaves, *self._variables(call, function, leaves)]
-        if self._runs(call, given, args, kwargs):
+            how = "with tensors of different shapes or strides" if same else "with a different function"
+            self.replay.fail(mismatched(self.region, f"replay made this call {how}", SAME, op=call.name))
+        given = Given(function, leaves)
+        if call.run and self._runs(call, given):
             if self.ops is not None:
                 self.ops.pass_over(call)
             return self._run_whole(call, function, args, kwargs, given)
-        self.come_to(call, given)
+        self.come_to(call, leaves, given)
         self.leave(call)
         if call.kind == ONE:
             return self.kept_or_stand_in(call, 0)
         return self.result_of(call, given)
 
-    def _runs(self, call: Call, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether replay runs a call whole that it has to."""
-        if not call.run:
-            return False
-        if self._started_over_for is not None and not call.why and self._lacks_one(call, leaves_of(args, kwargs)):
+    def _runs(self, call: Call, given: Given) -> bool:
+        """Whether replay runs a call whole that it has to, as far as forward knew."""
+        if self.started_over_for is not None and not call.why and self._lacks_one(call, given.leaves):
             return False  # another has started replay over
-        if call.modified and self._started_over_for is None:
+        if call.modified and self.started_over_for is None:
             same = [
-                isinstance(tensor := given[place], Tensor) and storage.cdata in keys_of(tensor)
+                isinstance(tensor := given.at(place), Tensor) and storage.cdata in keys_of(tensor)
                 for place, storage in call.modified
             ]
             if all(same):  # they are outside the region and already modified
                 return False
-            if call.wrote:
-                what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
-                self.replay.fail(cannot_be_skipped(self.region, call, what, "Use the out-of-place form"))
-            warn_of_second_run(self.region, call)
+            if (error := warn_of_second_run(self.region, call)) is not None:
+                self.replay.fail(error)
         return True
 
     def _lacks_one(self, call: Call, leaves: Sequence[Any]) -> bool:
@@ -177,23 +317,14 @@ class Answerer(Loading):
             if at not in call.inputs
         )
 
-    def _variables(self, call: Call, function: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
-        """Return the variables of a call, as far as replay reads them; None for the others."""
-        found = variables_of(function, leaves)
-        values: list[Any] = []
-        for place, (at, key) in sorted(call.places.items()):
-            values += [None] * (place - len(leaves) - len(values))
-            values.append(found[at].tensor if at < len(found) and found[at].key == key else None)
-        return values
-
     def _run_whole(
-        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Any
+        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Given
     ) -> Any:
         """Run a call again, as one with the policy RECOMPUTE; what it keeps stays."""
         args, kwargs = self.values_of(args, kwargs, call.inputs, call.name)
         if call.before is not None and self.region.rng is not None:
             call.before.restore(among=self.region.rng)
-        self._fill_waiting(call, given)  # what it saved of its arguments before it modified them
+        self._fill_waiting(call, given.leaves, given)  # what it saved of its arguments before it modified them
         self.begin_body(call)
         try:
             return self.replay.user_code(function, args, kwargs)
@@ -201,6 +332,117 @@ class Answerer(Loading):
             self.end_body()
             if not self.replay.over and call.drawn is not None:
                 call.drawn.restore()
+
+    def _answer_native(
+        self, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
+        assert call.answers is not None
+        ops = self._native_ops
+        if ops is None:
+            ops = self._native_ops = OpAnswerer(self.replay, self.suppressed, self.load)
+        ops.expect(call.answers, call.name)
+        outer, self.ops = self.ops, ops
+        self.native = call
+        # With placeholders the compiler cannot trace what a higher-order op compiles for itself.
+        context = as_written() if call.higher else nullcontext()
+        try:
+            with context:
+                result = self.replay.watched(ops.answer, function, args, kwargs)
+        finally:
+            self.native, self.ops = None, outer
+        if (error := ops.missing()) is not None:
+            self.replay.fail(error)
+        if self.suppressed.pending:
+            self.suppressed.restore()
+        self.leave(call)
+        if type(result) is Placeholder:
+            if call.kept:
+                return self.kept_or_stand_in(call, 0)
+            result.source = result.source._replace(output=call.label(0))
+            return result
+        leaves, form = flatten(result)
+        sources: dict[int, Source] = {}  # views of one tensor share one
+        for place, leaf in enumerate(leaves):
+            if place in call.kept and isinstance(leaf, Tensor):
+                leaves[place] = self.kept_or_stand_in(call, place)
+            elif type(leaf) is Placeholder and leaf.source.op == call.name:
+                source = leaf.source
+                leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
+        return optree.tree_unflatten(form, leaves) if call.kept else result
+
+    def come_to(self, call: Call, leaves: Sequence[Any], given: Given = NOTHING) -> None:
+        """Pass over what a saved call has saved, and fill the holders that wait for its arguments and variables.
+
+        Args:
+            call: The call.
+            leaves: Its arguments.
+            given: The same, and its variables.
+        """
+        if self.ops is not None and self.native is None and self.whole is None:
+            self.ops.pass_over(call)
+        replay = self.replay
+        if replay.over:
+            return
+        if replay.position != call.start:
+            what = f"replay saved {replay.position} tensors before this call, but forward {call.start}"
+            replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+        replay.position = call.end
+        if call.waiting:
+            self._fill_waiting(call, leaves, given)
+            replay.stop_if_filled()
+
+    def _fill_waiting(self, call: Call, leaves: Sequence[Any], given: Given) -> None:
+        for waiting in call.waiting:
+            place = waiting.place
+            if type(place) is int:
+                self._fill(waiting, leaves[place] if place < len(leaves) else None)
+            else:
+                self._fill(waiting, given.at(place))
+
+    def _fill(self, waiting: Waiting, source: Any) -> None:
+        known, _, view, _, origin = waiting
+        holder = known()
+        if holder is None or holder.value is not None:
+            return
+        loaded = type(source) is Placeholder
+        if loaded:
+            source = self.value_of(source, f"op {holder.op!r}")
+        if type(source) is Tensor and view is None:
+            value: Tensor | None = source.detach()
+        else:
+            value = waiting.value(source) if isinstance(source, Tensor) else None
+        if value is None or metadata_of(value)[1:] != holder.metadata[1:]:
+            self.replay.fail(other_source(self.region, holder, source))
+        if not loaded:
+            owner = source if source._base is None else source._base
+            if origin is not None:
+                holder.producer, holder.origin = origin
+            if type(owner.grad_fn) is not holder.producer or holder.origin is not None or type(owner) is not Tensor:
+                self.replay.explain(holder, value, owner, parameter_behind(owner))
+        self.replay.fill(holder, value)
+
+    def leave(self, call: Call) -> None:
+        """Leave generators, and what outlives the region, as a skipped call left them."""
+        if call.drawn is not None:
+            call.drawn.restore()
+        if call.touched and self.region.outside is not None:
+            for tensor in self.region.outside.leave(call.name):
+                if tensor is not None:
+                    self.note_loaded(tensor)
+
+    def begin_body(self, call: Call) -> None:
+        """Show no op to the watcher: the body of a call runs, in which the log has no names."""
+        self.whole = call
+        self._watcher = self.replay.watcher
+        if self._watcher is not None:
+            self.replay.show_ops_to(None)
+
+    def end_body(self) -> None:
+        """Show the ops again."""
+        if self._watcher is not None and not self.replay.over:
+            self.replay.show_ops_to(self._watcher)
+        self.whole = self._watcher = None
 
     # What is asked while replay runs.
 
@@ -238,15 +480,6 @@ class Answerer(Loading):
         own = self.next_name()
         return own if own is not None and re.fullmatch(re.escape(name) + r"(_[0-9]+)?", own) else name
 
-    def is_next(self, function: Any, number: int) -> bool:
-        """Whether the next call of forward is this one of a torch function."""
-        call = self._calls[self.begun] if self.begun < len(self._calls) else None
-        return call is not None and call.function_number == number and call.function == identity_of(function)
-
-    def next_policy(self) -> CheckpointPolicy:
-        """Return the policy of the next call of forward."""
-        return self._calls[self.begun].policy
-
     def next_name(self) -> str | None:
         """Return the name of the next call of forward, if there is one."""
         return self._calls[self.begun].name if self.begun < len(self._calls) else None
@@ -282,7 +515,7 @@ class Answerer(Loading):
             return False
         if self.runs_functions():  # alone: then this is a plain region, which may start over, too
             return True
-        if self._started_over_for is not None:
+        if self.started_over_for is not None:
             return False
         if refusal is not None:
             if self.is_of_handle(refusal.source):
@@ -296,7 +529,7 @@ class Answerer(Loading):
             entry.run = True
         for entry in self._entries:
             entry.before = None
-        self._started_over_for, self._refusal = error, refusal
+        self.started_over_for, self._refusal = error, refusal
         return True
 
     def runs_functions(self) -> bool:
@@ -307,15 +540,7 @@ class Answerer(Loading):
         kind.restarts += 1
         for call in calls:
             call.is_saved = False
-            for waiting in call.waiting:
-                if (holder := waiting.holder()) is not None:
-                    holder.resident = False
         return True
-
-    @property
-    def has_started_over(self) -> bool:
-        """Whether the replay has started over."""
-        return self._started_over_for is not None
 
     def _stays_skipped(self, entry: Entry) -> bool:
         """Whether an entry is a call whose results are there, or a handle whose body cannot run in replay."""
@@ -333,7 +558,7 @@ class Answerer(Loading):
 
     def warn(self) -> None:
         """Warn of what replay has started over for, once it has ended."""
-        if (error := self._started_over_for) is None or not self._entries:
+        if (error := self.started_over_for) is None or not self._entries:
             return  # of a ladder nobody knows
         if (refusal := self._refusal) is not None:
             source, consumer, file, line = refusal
@@ -370,14 +595,122 @@ class Answerer(Loading):
     def forget(self) -> None:
         """Release at the end of the replay what placeholders that outlive it may refer to."""
         self.suppressed.restore()
-        for ops in (self.ops, self.native_ops):
+        for ops in (self.ops, self._native_ops):
             if ops is not None:
                 ops.forget()
         self._over = True
-        self._started_over_for = self._refusal = None  # whose traceback has frames that know this
-        self.ops = self._log = self.native_ops = self.native = self.whole = self._watcher = None
+        self.started_over_for = self._refusal = None  # whose traceback has frames that know this
+        self.ops = self._log = self._native_ops = self.native = self.whole = self._watcher = None
         self._calls, self._entries, self._slots, self._loaded = [], (), {}, {}
         del self.replay, self.region
+
+
+class ReplayOp(RematHandle):
+    """An op with policy RECOMPUTE in replay, and what all ops in replay have in common.
+
+    Attributes:
+        ops: The log of its region.
+        call: What the log keeps of it.
+    """
+
+    ops: Answerer
+    call: Call
+
+    def save_or_load_inputs(self, *args: Any) -> Any:
+        """Pass the inputs, which forward has kept if replay would not have them."""
+        if self._step != 0:
+            raise self.out_of_order(1)
+        self._step = 1
+        if Placeholder in map(type, args):
+            args = tuple(self.ops.inputs_of(self.call, args))
+        return args[0] if len(args) == 1 else args
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Do what ``ctx.save_for_backward`` does; forward has checked the names."""
+        if not 0 <= self._step < 2:
+            raise self.out_of_order(2)
+        self._step = 2
+        self._ctx.save_for_backward(*saved_tensors.values())
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """End the body."""
+        if not 0 <= self._step < 3:
+            raise self.out_of_order(3)
+        self._step = 3
+        return outs if as_tuple or len(outs) > 1 else outs[0]
+
+
+class SkippedOp(ReplayOp):
+    """An op with policy SAVE or OFFLOAD in replay; its body runs only if its call runs whole, or has raised."""
+
+    _again = False  # whether the body runs after all
+
+    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
+        """Return placeholders for the outputs, and leave the generators where the body left them."""
+        return self.load(())
+
+    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
+        """Do the same, and fill what waits for the op's inputs."""
+        if self._step != -1:
+            raise self.out_of_order(0)
+        self._step = 0
+        call, ops, ctx = self.call, self.ops, self._ctx
+        if call.results is None:  # its body has raised
+            return None
+        ops.come_to(call, args)
+        if call.run or ops.whole is not None:
+            self._again = True
+            if ops.whole is None:
+                ops.begin_body(call)
+            ctx.apply = partial(_refuse_backward, ops.source_of(call, 0))
+            return None
+        if call.drawn is not None or call.touched:
+            ops.leave(call)
+        made = [ops.kept_or_stand_in(call, place) for place in range(call.count_of_results)]
+        if call.plain:
+            ctx.mark_non_differentiable(*[made[place] for place in call.plain])
+        # The graph of the replay has nothing that this op's backward could work on.
+        ctx.apply = partial(_refuse_backward, ops.source_of(call, 0))
+        self._step = SKIPPED
+        return tuple(made) if call.template else made[0]
+
+    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
+        """Save nothing if the body runs after all: forward's holders have what backward needs."""
+        if self._again:
+            self._step = 2
+        else:
+            super().save_for_backward(saved_tensors)
+
+    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
+        """End a body that ran after all."""
+        result = super().record_outputs(*outs, as_tuple=as_tuple)
+        ops = self.ops
+        if not self._again:
+            what = "this op raised an exception in forward but returned in replay"
+            ops.replay.fail(mismatched(ops.region, what, SAME_ORDER, op=self.call.name))
+        if ops.whole is self.call:
+            ops.end_body()
+        if self.call.drawn is not None:
+            self.call.drawn.restore()
+        return result
+
+
+def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:
+    refuse(source, "a gradient taken inside the region")
+
+
+def loaded_slots(region: str, entries: Sequence[Entry]) -> dict[int, torch.Tensor]:
+    """Return what all slots of a region's entries keep, by the id of the slot; ``region`` is the region's name.
+
+    Hooks around the region may run a replay of their own, which cannot be done below autograd.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+    for entry in entries:
+        if isinstance(entry, Call) and entry.answers:
+            loaded |= loaded_slots(region, entry.answers)
+        for place, slot in entry.kept.items():
+            loaded[id(slot)] = slot.load(region, entry.group, entry.label(place))
+    return loaded
 
 
 def _read_too_early(region: str, entry: Entry, tensor: Tensor) -> MutationError:

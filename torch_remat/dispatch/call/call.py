@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from operator import attrgetter
-from types import BuiltinFunctionType, MappingProxyType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from torch_remat._compat import (
@@ -36,37 +34,31 @@ from torch_remat._compat import (
     sequence_number,
     storage_key,
 )
-from torch_remat.dispatch.call.entry import Call, Given
+from torch_remat.dispatch.call.entry import Call, Given, Waiting
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import (
-    USUAL,
     Again,
     Passed,
     State,
     flatten,
     is_changed,
     is_flat,
-    lying_in,
     refused,
     state_of,
 )
 from torch_remat.dispatch.holder import (
     RegionLike,
 )
-from torch_remat.dispatch.keys import key_of, keys_of, layout_of, tensors_in, version_of
+from torch_remat.dispatch.keys import DENSE, USUAL, key_of, keys_of, layout_of, tensors_in, version_of
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, described
-from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 
-_PARAMETERS = frozenset((torch.Tensor, Parameter))
 _VALUES = frozenset((int, float, bool, type(None)))
-_ORDINARY = frozenset((*_PARAMETERS, *_VALUES, Placeholder))
-_FLAT = _PARAMETERS | _VALUES  # what the arguments of most calls are
-_NONE: Mapping[int, Any] = MappingProxyType({})
+_ORDINARY = DENSE | _VALUES
+_FLAT = USUAL | _VALUES  # what the arguments of most calls are
 _FUNCTION_CLASS = type(torch.autograd.Function)
-_version_of = attrgetter("_version")
 _pure: dict[int, bool] = {}
 
 
@@ -140,10 +132,10 @@ class RunningCall(Running):
         super().__init__(ops, call, Given(function, leaves))
         kinds = set(map(type, leaves))
         try:
-            if not _PARAMETERS.issuperset(kinds):
+            if not USUAL.issuperset(kinds):
                 if not _FLAT.issuperset(kinds):
                     raise RuntimeError
-                given = [arg for arg in leaves if type(arg) in _PARAMETERS]
+                given = [arg for arg in leaves if type(arg) in USUAL]
             call.layout = [(one.shape, one.stride()) for one in given]
             call.reads = list(map(storage_key, given))
         except RuntimeError:  # sparse tensors have no strides
@@ -152,9 +144,10 @@ class RunningCall(Running):
             call.reads = [key for tensor in given for key in keys_of(tensor)]
         if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
-            self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *self.given.variables())]
-        self._draws = not is_builtin(function) or may_draw(function.__name__)
-        if self._draws and ops.draws is not None:
+            variables = [tensor for place in self.given.places() if (tensor := place.tensor) is not None]
+            self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *variables)]
+        self.draws = not is_builtin(function) or may_draw(function.__name__)
+        if self.draws and ops.draws is not None:
             ops.draws.begin()
 
     def returns(self, result: Any) -> None:
@@ -170,8 +163,8 @@ class RunningCall(Running):
             and not result.dtype.is_complex and (key := storage_key(result)) not in call.reads
             and (self._is_pure or self._is_new(result, key))
         ):  # fmt: skip
-            if self._draws or ops.departures.waiting:
-                self.watch_end(self._draws)
+            if self.draws or ops.departures.waiting:
+                self.end()
             else:
                 self.last = sequence_number()
             ops.note_result(call, result, key)
@@ -179,10 +172,8 @@ class RunningCall(Running):
             if not isinstance(result, torch.Tensor):
                 leaves, form = flatten(result)
             if why := refused(leaves):
-                raise self._cannot_be_skipped(why, "Return tensors and plain values")
+                raise cannot_be_skipped(ops.region, call, why, "Return tensors and plain values")
             self._returns_several(leaves, () if form is None or form.is_leaf() else (form,))
-        if self.given.used:
-            call.places = self.given.used
         if call.start == call.end or self.last - self.first > 1:
             refuse_gradient(ops.region, call.name, self.first, leaves)
         if not self._is_pure:
@@ -197,7 +188,7 @@ class RunningCall(Running):
 
     def _returns_several(self, leaves: Sequence[Any], template: tuple[Any, ...]) -> None:
         ops, call = self.ops, self.call
-        self.watch_end(self._draws)
+        self.end()
         seen: dict[int, int] = {}
         forms, made = [], []
         for at, leaf in enumerate(leaves):
@@ -220,16 +211,16 @@ class RunningCall(Running):
         found = self.given.find(leaf, key)
         if found is not None:
             place, source = found
-            self.given.use(place)
             if source is leaf:
                 return Passed(place, None)
-            both = type(leaf) in USUAL and type(source) in USUAL
+            both = type(leaf) in DENSE and type(source) in DENSE
             if (
                 both
                 and leaf.layout is source.layout is torch.strided
                 and leaf.dtype in (source.dtype, source.dtype.to_real())
             ):
-                return Passed(place, lying_in(leaf, source), leaf.requires_grad, leaf._base is not None)
+                view = Waiting.of(leaf, None, place, source, None)
+                return Passed(place, view, leaf.requires_grad, leaf._base is not None)
         if leaf.is_leaf and leaf.requires_grad:
             return leaf
         meta = described(leaf, None)
@@ -249,20 +240,10 @@ class RunningCall(Running):
             tensors += [leaf._base for leaf in tensors if leaf._base is not None]
             self.outputs = {(node, leaf.output_nr) for leaf in tensors if (node := node_behind(leaf)) is not None}
         if self._state and is_changed(self._state, ops.region.function):
-            raise self._cannot_be_skipped(
-                "it changed which tensors a variable, container or iterator of the region holds",
-                "Return the tensors",
-            )
+            why = "it changed which tensors a variable, container or iterator of the region holds"
+            raise cannot_be_skipped(ops.region, self.call, why, "Return the tensors")
         if self.written:
             ops.note_writes(self)
-
-    def _cannot_be_skipped(self, why: str, remedy: str) -> UsageError:
-        return cannot_be_skipped(self.ops.region, self.call, why, remedy)
-
-    def let_go(self) -> None:
-        """Let go of arguments and variables, once the call is over: the region may be done with them."""
-        super().let_go()
-        self._state = ()
 
 
 def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:

@@ -11,20 +11,17 @@ import warnings
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of, readers_in
-from torch_remat.dispatch.holder import Holder, OpHolder, RegionLike, mark_changed, value_behind
+from torch_remat.dispatch.holder import RegionLike, value_behind
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
-from torch_remat.dispatch.region.region import Tape
-from torch_remat.errors import RematWarning, qualified_name, user_line
+from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
 _RECOMPUTE = CheckpointPolicy.RECOMPUTE
@@ -65,7 +62,7 @@ def finish(log: Recorder) -> None:
     if log.departures.waiting:
         log.departures.send()
     if log.has_policy:
-        _Ending(log).decide()
+        _decide(log)
     else:
         calls = [call for call in log.region.tape.records.values() if not call.is_handle]
         _keep_results(log, [*calls, *log.region.tape.functions.values()])
@@ -74,13 +71,12 @@ def finish(log: Recorder) -> None:
 
 def _check_left(log: Recorder, boundary: Sequence[Node | None]) -> None:
     """Refuse a call that leaves a tensor in the graph."""
-    several = [run for run in log.runs if run.outputs is not None]
-    if not several:
+    if not log.left:
         return
-    readers = readers_in(boundary, min(run.first for run in several))
-    if (run := call_left_by_a_tensor(several, readers)) is not None:
+    readers = readers_in(boundary, log.left[0].first)
+    if (call := call_left_by_a_tensor(log.left, readers)) is not None:
         raise cannot_be_skipped(
-            log.region, run.call, "the region uses a tensor that the call made but did not return", "Return it"
+            log.region, call, "the region uses a tensor that the call made but did not return", "Return it"
         )
 
 
@@ -99,22 +95,6 @@ def _give_up_changed(log: Recorder) -> None:
 def _is_changed(call: Call) -> bool:
     """Whether a result of a call was modified in place since."""
     return any(map(_changed, call.kept.values()))
-
-
-def let_run(tape: Tape, call: Call) -> None:
-    """Let replay run a call after all, whose forward is over: its holders are empty."""
-    call.is_saved, call.waiting, call.kept = False, (), {}
-    for entry in tape.saved[call.start : call.end]:
-        if type(entry) is ref and type(holder := entry()) is OpHolder:
-            empty(holder)
-            holder.resident, holder.packed, holder.unpack = False, None, None
-
-
-def empty(holder: Holder) -> None:
-    """Let a replay fill a holder; what was modified since it was saved stays an error where it is read."""
-    if (value := holder.value) is not None and value._version != holder.metadata[0]:
-        mark_changed(holder)
-    holder.value = None
 
 
 def _keep_results(log: Recorder, calls: Collection[Call]) -> None:
@@ -140,81 +120,61 @@ def _run_whole(log: Recorder, calls: Sequence[Call]) -> None:
             check_whole(log, call)
 
 
-class _Ending:
-    """The end of one forward, with something to decide."""
+def _decide(log: Recorder) -> None:
+    """Keep, under a policy, the results that replay or backward needs, and note what runs."""
+    region, tape = log.region, log.region.tape
+    log.results.let_go_of_graph()
+    run, needed = find_needs(log.entries, _roots(log), log.results.can_keep)
+    if log.storages.has_writes:
+        tape.early = early_reads(log.entries, log.storages.is_state)
+    for entry in run:
+        entry.run = True
+    kept = dict(needed)
+    for call in tape.records.values():  # of views: in replay they are placeholders, views of nothing
+        kept[call] = {*kept.get(call, ()), *call.views}
+    for entry in log.results.held:
+        if entry not in kept:
+            entry.kept = {}
+    for entry, places in kept.items():
+        log.results.keep(entry, places)
+    for entry in run:
+        if isinstance(entry, Call):
+            check_whole(log, entry)
+    assert log.watch is not None
+    log.watch.finish()
+    if log.storages.has_writes:  # replay skips the modifications of an input, too
+        region.inputs.accept_changes(lambda tensor: log.storages.has_changed(tensor) or key_of(tensor) in log.changes)
 
-    def __init__(self, log: Recorder) -> None:
-        self._log = log
-        self._region = log.region
 
-    def decide(self) -> None:
-        """Keep results, and note what runs."""
-        log, region = self._log, self._region
-        log.results.let_go_of_graph()
-        needs = find_needs(log.entries, self._roots(), log.results.can_keep)
-        if log.storages.has_writes:
-            region.tape.early = early_reads(log.entries, log.storages.is_state)
-        for entry in needs.run:
-            entry.run = True
-        kept = dict(needs.kept)
-        for call in region.tape.records.values():  # of views: in replay they are placeholders, views of nothing
-            kept[call] = {*kept.get(call, ()), *call.views}
-        for entry, places in kept.items():
-            log.results.keep(entry, places)
-        for entry in needs.run:
-            if isinstance(entry, Call):
-                check_whole(log, entry)
-        assert log.watch is not None
-        log.watch.finish()
-        if log.storages.has_writes and region.inputs is not None:
-            region.inputs.accept_changes(self._is_not_repeated)
-
-    def _is_not_repeated(self, tensor: Tensor) -> bool:
-        """Whether replay of a region with a policy skips the modifications of an input."""
-        return self._log.storages.has_changed(tensor) or key_of(tensor) in self._log.changes
-
-    def _roots(self) -> list[tuple[int, int]]:
-        """Return the storages that replay must have, each after how many entries."""
-        log, region, entries = self._log, self._region, self._log.entries
-        may_need, hooks = region.tape.may_need, region.hooks
-        roots = [(key, after) for place, key, after in log.roots if may_need(place, hooks)]
-        if log.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
-            roots = [
-                (key, after + 1 if after < len(entries) and key in entries[after].writes else after)
-                for key, after in roots
-            ]
-        for call in region.tape.records.values():
-            if call.why:
-                call.always = True
-        if log.watch is not None and log.watch.compiled_code.ran:
-            roots += self._read_by_compiled_code()
-        if log.watch is not None:  # what a higher-order op compiles for itself, or is, cannot take placeholders
-            roots += [(key, at) for at, entry in log.watch.higher for key in entry.reads]
-        roots += log.needed
-        return roots + self._passed()
-
-    def _passed(self) -> list[tuple[int, int]]:
-        """Return what the calls returned past which replay goes on, each after how many entries."""
-        log, region = self._log, self._region
-        if not region.tape.records:
-            return []
-        last = region.tape.last_place(region.hooks, region.options.early_stop)
-        passed = {call for call in region.tape.records.values() if not call.is_handle and call.end <= last}
-        roots = []
-        for at, entry in enumerate(log.entries):
-            if entry in passed:
-                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]
-        return roots
-
-    def _read_by_compiled_code(self) -> list[tuple[int, int]]:
-        """Let replay run all ops, since compiled code may read whatever there is; return what calls made."""
-        roots = []
-        for at, entry in enumerate(self._log.entries):
+def _roots(log: Recorder) -> list[tuple[int, int]]:
+    """Return the storages that replay must have, each after how many entries."""
+    region, entries, watch = log.region, log.entries, log.watch
+    tape, hooks, calls = region.tape, region.hooks, region.tape.records.values()
+    roots = [(key, after) for place, key, after in log.roots if tape.may_need(place, hooks)]
+    if log.storages.has_writes:  # an op may fill what it has saved just before (``F.rrelu`` its noise)
+        roots = [
+            (key, after + 1 if after < len(entries) and key in entries[after].writes else after) for key, after in roots
+        ]
+    for call in calls:
+        if call.why:
+            call.always = True
+    assert watch is not None
+    if watch.compiled_code.ran:  # it may read whatever there is: replay runs all ops, and has what calls made
+        for at, entry in enumerate(entries):
             if isinstance(entry, Call) or entry.effects.higher:
                 roots += [(key, at + 1) for _, key in entry.made] or [(entry.storage, at + 1)]
             else:
                 entry.always = True
-        return roots
+    # What a higher-order op compiles for itself, or is, cannot take placeholders.
+    roots += [(key, at) for at, entry in watch.higher for key in entry.reads]
+    roots += log.needed
+    if calls:  # what those returned past which replay goes on
+        last = tape.last_place(hooks, region.options.early_stop)
+        passed = {call for call in calls if not call.is_handle and call.end <= last}
+        for at, entry in enumerate(entries):
+            if entry in passed:
+                roots += [(key, at + 1) for key in entry.touches() if key not in entry.writes]
+    return roots
 
 
 def check_whole(log: Recorder, call: Call) -> None:
@@ -222,12 +182,9 @@ def check_whole(log: Recorder, call: Call) -> None:
     if call.results is None or (call.is_handle and not log.has_policy):
         return  # one that raised just does so again
     call.why = call.why or "replay needs a result of it that was modified in place afterwards"
-    if call.modified:  # replay knows whether these are the region's own
-        return
-    if call.wrote:
-        what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
-        raise cannot_be_skipped(log.region, call, what, "Use the out-of-place form")
-    warn_of_second_run(log.region, call)
+    # If it modified arguments, replay knows whether these are the region's own.
+    if not call.modified and (error := warn_of_second_run(log.region, call)) is not None:
+        raise error
 
 
 def promise(region: RegionLike) -> str:
@@ -235,8 +192,11 @@ def promise(region: RegionLike) -> str:
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 
-def warn_of_second_run(region: RegionLike, call: Call) -> None:
-    """Warn, once for each place where one is defined, of a call that replay runs whole."""
+def warn_of_second_run(region: RegionLike, call: Call) -> UsageError | None:
+    """Warn, once for each place where one is defined, of a call that replay runs whole; return why it must not."""
+    if call.wrote:
+        what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
+        return cannot_be_skipped(region, call, what, "Use the out-of-place form")
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(
         f"{qualified_name(region.name, call.name)}: replay recomputes this call, since {call.why}. "
@@ -246,3 +206,4 @@ def warn_of_second_run(region: RegionLike, call: Call) -> None:
         line,
         registry=_warned,
     )
+    return None

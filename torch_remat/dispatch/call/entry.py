@@ -27,6 +27,8 @@ from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
+# One that a call is given: the number of the argument, or that of the variable, with its key.
+Source = int | tuple[int, Any]
 # Of a source: the type of the node that made it, and the `origin` of a holder.
 Origin = tuple[type, torch.Tensor | ref[torch.Tensor] | None]
 # Where it leaves the random generators the call itself stores.
@@ -42,10 +44,9 @@ class Given:
         keys: The storages of all of them, if these are known.
     """
 
-    used: Mapping[int, tuple[int, Any]] = _NONE  # places of variables that replay is to find, by their number
     before: Sequence[tuple[torch.Tensor, int]] = ()  # those that the call may modify, with their versions
     _places: Sequence[Place] | None = None
-    _by_key: dict[int, int] | None = None
+    _by_key: dict[int, Source] | None = None
     _has_keys_of_variables = False
 
     def __init__(self, function: Any, leaves: Sequence[Any], keys: Sequence[int] | None = None) -> None:
@@ -53,7 +54,7 @@ class Given:
         self._function = function
         self._all_keys = keys
 
-    def place_at(self, key: int) -> int | None:
+    def place_at(self, key: int) -> Source | None:
         """Return which of them has a storage; None if none has. The variables are looked for if no argument has it."""
         if self._all_keys is not None and key not in self._all_keys:
             return None
@@ -64,24 +65,23 @@ class Given:
                     self._by_key.setdefault(part, place)
         if key not in self._by_key and not self._has_keys_of_variables:
             self._has_keys_of_variables = True
-            self.variables()
-            for place, variable in enumerate(self._places or (), len(self.leaves)):
+            for at, variable in enumerate(self.places()):
                 if variable.tensor is not None and variable.tensor.layout is torch.strided:
-                    self._by_key.setdefault(key_of(variable.tensor), place)
+                    self._by_key.setdefault(key_of(variable.tensor), (at, variable.key))
         return self._by_key.get(key)
 
-    def variables(self) -> Sequence[torch.Tensor]:
-        """Return the tensors that the function reaches besides."""
+    def places(self) -> Sequence[Place]:
+        """Return where the tensors are that the function reaches besides."""
         if self._places is None:
             self._places = [] if self._function is None else variables_of(self._function, self.leaves)
-        return [place.tensor for place in self._places if place.tensor is not None]
+        return self._places
 
     def keys(self) -> Sequence[int]:
         """Return the storages of all of them."""
         self.place_at(-1)
         return () if self._by_key is None else list(self._by_key)
 
-    def find(self, tensor: torch.Tensor, key: int) -> tuple[int, torch.Tensor] | None:
+    def find(self, tensor: torch.Tensor, key: int) -> tuple[Source, torch.Tensor] | None:
         """Return which of them a tensor is, or else shares the storage of, and that one; None if it is new."""
         for place, leaf in enumerate(self.leaves):
             if leaf is tensor:
@@ -89,28 +89,24 @@ class Given:
         found = self.place_at(key)
         return None if found is None else (found, self.at(found))
 
-    def at(self, place: int) -> Any:
-        """Return one of them."""
-        at = place - len(self.leaves)
-        return self.leaves[place] if at < 0 or self._places is None else self._places[at].tensor
-
-    def use(self, place: int) -> None:
-        """Note that replay reads one of them."""
-        at = place - len(self.leaves)
-        if at >= 0 and self._places is not None:
-            self.used = {**self.used, place: (at, self._places[at].key)}
+    def at(self, place: Source) -> Any:
+        """Return one of them; None if it is not there, as it may be in replay."""
+        if not isinstance(place, tuple):
+            return self.leaves[place] if place < len(self.leaves) else None
+        (at, key), found = place, self.places()
+        return found[at].tensor if at < len(found) and found[at].key == key else None
 
     def has_changed(self, tensor: torch.Tensor) -> bool:
         """Whether the call has modified one of them so far."""
         return any(one is tensor and version_of(one) != version for one, version in self.before)
 
-    def is_of_module(self, place: int) -> bool:
+    def is_of_module(self, place: Source) -> bool:
         """Whether it is a buffer or an attribute of a module, which no region makes."""
-        at = place - len(self.leaves)
-        if at < 0 or self._places is None:
+        if not isinstance(place, tuple):
             return False
-        holder = self._places[at].holder
-        return self._places[at].module is not None or (type(holder) is dict and "_parameters" in holder)
+        variable = self.places()[place[0]]
+        holder = variable.holder
+        return variable.module is not None or (type(holder) is dict and "_parameters" in holder)
 
 
 NOTHING = Given(None, ())
@@ -132,14 +128,13 @@ class Call(Entry):
         policy: Its policy.
         function: What identifies its function in both phases; None for a handle.
         results: For each leaf of the result a `Meta` or `WrapperMeta` if the call made the tensor; else where it comes
-            from (`Passed`, `Again`), or the value itself. Alone if the result is one leaf. `Raised` if it raised.
+            from (`Passed`, `Again`), or the value itself. Alone if the result is one leaf.
         gradients: For each leaf that the call made, whether it needs a gradient.
         template: The form of the result, alone in a tuple; empty if it is one leaf.
         layout: Shape and strides of its tensor arguments.
         start: How many tensors the region had saved when the call began.
         end: How many when it ended, or had saved what it saves.
         waiting: Saved tensors that replay has: arguments and variables, or views of these.
-        places: Where variables among these, or among the results, are found, by their number after the arguments.
         drawn: Where the call left the random generators, if it drew numbers.
         answers: The ops of a native region, in order, each with its results; None for other calls.
         plain: The outputs of a handle that are not differentiable.
@@ -151,7 +146,7 @@ class Call(Entry):
             runs it whole if it has others there, which the region makes.
         higher: Whether a higher-order op ran in it that gets placeholders in replay, if it is a native region.
         why: Why replay runs it whole; empty if it skips it.
-        function_number: How many calls of its torch function came before it, if a policy that lists it has made it.
+        listed: If a policy lists it, the function, and how many calls of that came before it.
         is_by_price: Whether a ladder says what becomes of it.
         may_wait: Saved tensors that are kept since a call by price made them, which would wait if replay ran that one.
         is_answered: Whether replay goes on past it, so that there is what it returned, or what stands in for that.
@@ -170,7 +165,6 @@ class Call(Entry):
     layout: Sequence[Any] = ()
     start = end = 0
     waiting: Sequence[Waiting] = ()
-    places: Mapping[int, tuple[int, Any]] = _NONE
     drawn: RngState | None = None
     answers: Sequence[Entry] | None = None
     plain: Sequence[int] = ()
@@ -178,9 +172,9 @@ class Call(Entry):
     views: Sequence[int] = ()
     touched = higher = False
     wrote: Sequence[str] = ()
-    modified: Sequence[tuple[int, StorageWeakRef]] = ()
+    modified: Sequence[tuple[Source, StorageWeakRef]] = ()
     why = ""
-    function_number = -1
+    listed: tuple[Any, int] | None = None
     is_by_price = is_answered = False
     may_wait: Sequence[tuple[Any, Waiting]] = ()
     casts: Sequence[int] | None = None
@@ -210,6 +204,15 @@ class Call(Entry):
         """Return the name of a result: ``out``, or its number if there are several."""
         return str(max(place, 0)) if self.template else "out"
 
+    def let_run(self, saved: Sequence[object]) -> list[OpHolder]:
+        """Let replay run it, which then fills its holders; return these. ``saved`` is what the region saved."""
+        self.is_saved, self.waiting = False, ()
+        entries = saved[self.start : self.end]
+        holders = [found for one in entries if type(one) is ref and type(found := one()) is OpHolder]
+        for holder in holders:
+            holder.resident, holder.packed, holder.unpack = False, None, None
+        return holders
+
     def forget(self) -> None:
         """Drop what only a further replay would need; reports still ask for the saved tensors that replay has."""
         if self.drawn is not None:
@@ -224,7 +227,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         holder: The holder that waits for it.
-        place: Which argument the source is; variables are counted after the arguments.
+        place: Which argument or variable the source is.
         view: The tensor's placement in the source's storage, or its layout in a source that is no view itself; None if
             it is the source itself.
         source: The placement of the source, or its shape with a layout; None if it is the source itself.
@@ -232,18 +235,18 @@ class Waiting(NamedTuple):
     """
 
     holder: ref[OpHolder]
-    place: int
+    place: Source
     view: Any
     source: Any
     origin: Origin | None = None
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor, holder: OpHolder, place: int, source: torch.Tensor, origin: Origin | None
+        cls, tensor: torch.Tensor, holder: OpHolder | None, place: Source, source: torch.Tensor, origin: Origin | None
     ) -> Waiting:
-        """Describe a saved tensor that shares the storage of its source."""
+        """Describe a tensor that shares the storage of its source: a saved one, or a result, for which none waits."""
         places = (None, None) if source is tensor else (Placement.of(tensor), Placement.of(source))
-        made: Waiting = new_tuple(cls, (ref(holder), place, *places, origin))
+        made: Waiting = new_tuple(cls, (holder and ref(holder), place, *places, origin))
         return made
 
     def value(self, source: torch.Tensor, with_history: bool = False) -> torch.Tensor | None:

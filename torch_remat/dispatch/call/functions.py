@@ -51,8 +51,8 @@ from torch_remat.dispatch.call.call import may_draw
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import flatten, identity_of
-from torch_remat.dispatch.keys import key_of, keys_of, parts_of
-from torch_remat.dispatch.mode import RematMode, Replaying, current_mode
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of
+from torch_remat.dispatch.mode import Ops, RematMode, Replaying, current_mode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import FIRST
 from torch_remat.dispatch.ops.meta import described
@@ -69,9 +69,8 @@ from torch_remat.policies.policy import NOTHING_BY_FUNCTION, KeptFunctions
 
 _new = object.__new__  # as in the recorder
 _OURS = f"{__name__.partition('.')[0]}."  # modules of this package, which write nothing
-_PLAIN = frozenset((Tensor, Parameter))
 _CASTABLE = (Tensor, Placeholder)  # in the replay of an enclosing region
-_FLAT = frozenset((*_PLAIN, int, float, bool, str, type(None)))
+_FLAT = frozenset((*USUAL, int, float, bool, str, type(None)))
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)  # which run no Python of users
 # What autocast runs in a smaller dtype on each device, and casts anew for each call.
 _CAST = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention"))
@@ -259,7 +258,7 @@ class Noting(Functions):
             return _run(log, name, policy, func, args, kwargs)
         finally:
             if (record := log.region.tape.records.get(name)) is not None:
-                record.function_number = number
+                record.listed = func, number
 
     def _name_of(self, func: Any) -> str:
         stem = self._path.of(_getframe(3)) + self._about[func].name
@@ -363,14 +362,12 @@ _MANY = 4096
 
 def is_counted(mode: RematMode, kwargs: Mapping[str, Any] | None) -> bool:
     """Whether a call of a function now is one of a region's forward itself, which a policy can keep."""
-    log: Any = mode.ops
-    return (
-        current_mode() is mode
-        and (log is None or (log.calling is None and not (log.opened and log.is_in_skipped_body())))
-        and torch.is_grad_enabled()
-        and not is_transformed()
-        and not (kwargs and kwargs.get("out") is not None)
-    )
+    if current_mode() is not mode:
+        return False
+    log = mode.ops
+    if isinstance(log, Recorder) and (log.calling is not None or (log.opened and log.is_in_skipped_body())):
+        return False
+    return torch.is_grad_enabled() and not is_transformed() and not (kwargs and kwargs.get("out") is not None)
 
 
 def can_be_kept(function: Any) -> bool:
@@ -393,7 +390,8 @@ class Giving(Functions):
         super().__init__(chosen)
         self._replay, self._ops = replay, ops
         self._calls = ops.region.tape.functions
-        self._any_named = any(call.function_number >= 0 for call in ops.region.tape.records.values())
+        calls = ops.region.tape.records.values()  # those of functions that may run anything
+        self._named = {call.listed: call for call in calls if call.listed is not None}
         self.table = _table_of(chosen, "replay")
 
     def give(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -410,8 +408,8 @@ class Giving(Functions):
         ):
             return func(*args, **kwargs)
         number = self._counts[func] = self._counts.get(func, -1) + 1
-        if self._any_named and (name := ops.next_name()) is not None and ops.is_next(func, number):
-            return _run(ops, name, ops.next_policy(), func, args, kwargs)
+        if self._named and (named := self._named.get((func, number))) is not None:
+            return _run(ops, named.name, named.policy, func, args, kwargs)
         call = self._calls.get((func, number))
         if call is None or not (call.is_saved and call.is_answered):
             return func(*args, **kwargs)
@@ -433,7 +431,7 @@ class Giving(Functions):
 
 
 def _run(
-    log: Any, name: str, policy: CheckpointPolicy, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    log: Ops, name: str, policy: CheckpointPolicy, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a call as one of `remat.op`: a TypeError is carried past torch's operators, which take it for their own."""
     try:
@@ -486,7 +484,7 @@ def _taken(leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[Tensor,
                 layout.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
                 before.append((leaf, leaf._version))
                 reads.append(storage_key(leaf))
-                is_plain = is_plain and type(leaf) in _PLAIN
+                is_plain = is_plain and type(leaf) in USUAL
     except (RuntimeError, NotImplementedError):  # made in inference mode, or of a layout without strides or storage
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         counted = [(leaf, leaf._version) for leaf in given if not leaf.is_inference()]
@@ -521,7 +519,7 @@ def _known_by(region: OpenRegion, leaves: Sequence[Any]) -> Sequence[Any]:
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             found.append(leaf if type(leaf) in _FLAT else None)
-        elif type(leaf) in _PLAIN and leaf.layout is torch.strided:  # in replay it may be a placeholder
+        elif type(leaf) in USUAL and leaf.layout is torch.strided:  # in replay it may be a placeholder
             stays = region.hooks is None and not region.options.offload_inputs
             is_here = stays and region.inputs.lies_with(storage_key(leaf))
             if is_here or type(leaf) is Parameter:

@@ -2,13 +2,12 @@
 
 In: the op's name, policy and autograd context. Kept: on the tape, its call. Out: what the op's body works on. The first
 class is plain autograd: outside of regions, and inside the body of a saved call. For each phase and policy one class
-derives from it, and does each step in one call, since an op is often small.
+derives from it, and does each step in one call, since an op is often small; those of replay are in `answerer`.
 
 NOTE [ What is kept for a handle ]
 1. SAVE: the tensors that it saves for backward are *residents*: their holders have the values from the start. Of an
    input of the op, or a view of one, that replay recomputes, the holder is filled from replay's input, where the inputs
-   are known (`auto_forward`); of the output of a RECOMPUTE op, when that is recomputed. A parameter, a region input and
-   a view of either share storage that exists anyway.
+   are known (`auto_forward`). A parameter, a region input and a view of either share storage that exists anyway.
 2. RECOMPUTE: it keeps those of its inputs that are outputs of SAVE ops, so that replay has them. What it saves for
    backward is recomputed.
 3. An op inside the body of a SAVE op is part of it: replay never comes there.
@@ -17,18 +16,16 @@ NOTE [ What is kept for a handle ]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, strided
 
 from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.ops.meta import Meta, Raised, described, stand_in
-from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, Source, new_tuple, refuse
+from torch_remat.dispatch.ops.meta import Meta, described
+from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -69,7 +66,7 @@ class RematHandle:
             UsageError: It was called before.
         """
         if self._step != -1:
-            raise self._out_of_order(0)
+            raise self.out_of_order(0)
         self._step = 0
         return None
 
@@ -94,7 +91,7 @@ class RematHandle:
             PlaceholderError: Forward had another input here.
         """
         if self._step != 0:
-            raise self._out_of_order(1)
+            raise self.out_of_order(1)
         self._step = 1
         return args[0] if len(args) == 1 else args
 
@@ -109,7 +106,7 @@ class RematHandle:
                 a tensor nor None.
         """
         if not 0 <= self._step < 2:
-            raise self._out_of_order(2)
+            raise self.out_of_order(2)
         self._step = 2
         if type(saved_tensors) is not dict and not isinstance(saved_tensors, Mapping):
             raise self.misused(
@@ -143,7 +140,7 @@ class RematHandle:
     def _end(self, outs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Check the last step and what it was given."""
         if not 0 <= self._step < 3:
-            raise self._out_of_order(3)
+            raise self.out_of_order(3)
         self._step = 3
         if not outs:
             raise self.misused("record_outputs needs at least one output")
@@ -153,7 +150,8 @@ class RematHandle:
                 raise self.misused(f"output {place} must be a tensor, not a {type(out).__name__}", str(place))
         return outs
 
-    def _out_of_order(self, step: int) -> UsageError:
+    def out_of_order(self, step: int) -> UsageError:
+        """Return the error about a step that is taken at the wrong time."""
         if self._step == SKIPPED:
             what = f"{_STEPS[step]} was called after maybe_load_saved had returned the outputs of a skipped op"
         elif self._step < 0:
@@ -188,7 +186,7 @@ class ForwardOp(RematHandle):
     def save_or_load_inputs(self, *args: Any) -> Any:
         """Keep the inputs that replay would not have."""
         if self._step != 0:
-            raise self._out_of_order(1)
+            raise self.out_of_order(1)
         self._step = 1
         self.ops.note_inputs(self.call, args)
         return args[0] if len(args) == 1 else args
@@ -234,7 +232,7 @@ class SavedOp(ForwardOp):
     def save_or_load_inputs(self, *args: Any) -> Any:
         """Keep nothing: replay does not run the body."""
         if self._step != 0:
-            raise self._out_of_order(1)
+            raise self.out_of_order(1)
         self._step = 1
         if not self.inputs:
             self._know_inputs(args)
@@ -246,8 +244,8 @@ class SavedOp(ForwardOp):
         except RuntimeError:  # those of inference mode count no changes
             counted = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
             self.inputs = [(arg, arg._version) for arg in counted]
-        if self.call.policy is _OFFLOAD:
-            self.ops.know_parameters(args)
+        if self.call.policy is _OFFLOAD:  # the parameters among them stay
+            self.ops.region.sender().know_parameters(args)
 
     def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
         """Note the outputs, all that placeholders must show, and what autograd is to save next."""
@@ -310,101 +308,4 @@ class SavedOp(ForwardOp):
         return metas
 
 
-class ReplayOp(RematHandle):
-    """An op with policy RECOMPUTE in replay, and what all ops in replay have in common.
-
-    Attributes:
-        ops: The log of its region.
-        call: What the log keeps of it.
-    """
-
-    ops: Loading
-    call: Call
-
-    def save_or_load_inputs(self, *args: Any) -> Any:
-        """Pass the inputs, which forward has kept if replay would not have them."""
-        if self._step != 0:
-            raise self._out_of_order(1)
-        self._step = 1
-        if Placeholder in map(type, args):
-            args = tuple(self.ops.inputs_of(self.call, args))
-        return args[0] if len(args) == 1 else args
-
-    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
-        """Do what ``ctx.save_for_backward`` does; forward has checked the names."""
-        if not 0 <= self._step < 2:
-            raise self._out_of_order(2)
-        self._step = 2
-        self._ctx.save_for_backward(*saved_tensors.values())
-
-    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
-        """End the body."""
-        if not 0 <= self._step < 3:
-            raise self._out_of_order(3)
-        self._step = 3
-        return outs if as_tuple or len(outs) > 1 else outs[0]
-
-
-class SkippedOp(ReplayOp):
-    """An op with policy SAVE or OFFLOAD in replay; its body runs only if its call runs whole, or has raised."""
-
-    _again = False  # whether the body runs after all
-
-    def maybe_load_saved(self) -> Tensor | tuple[Tensor, ...] | None:
-        """Return placeholders for the outputs, and leave the generators where the body left them."""
-        return self.load(())
-
-    def load(self, args: tuple[Any, ...]) -> Tensor | tuple[Tensor, ...] | None:
-        """Do the same, and fill what waits for the op's inputs."""
-        if self._step != -1:
-            raise self._out_of_order(0)
-        self._step = 0
-        call, ops, ctx = self.call, self.ops, self._ctx
-        metas = call.results
-        if metas is None or type(metas) is Raised:  # its body has raised
-            return None
-        ops.come_to(call, args)
-        if call.run or ops.whole is not None:
-            self._again = True
-            if ops.whole is None:
-                ops.begin_body(call)
-            ctx.apply = partial(_refuse_backward, new_tuple(Source, (ops.region_name, call.name, "", id(ops.region))))
-            return None
-        if call.drawn is not None or call.touched:
-            ops.leave(call)
-        made = []
-        for place, meta in enumerate(metas if type(metas) is list else (metas,)):
-            label = call.label(place) if call.template else "out"
-            source = new_tuple(Source, (ops.region_name, call.name, label, id(ops.region)))
-            made.append(ops.kept_or_stand_in(call, place) if place in call.kept else stand_in(meta, source))
-        if call.plain:
-            ctx.mark_non_differentiable(*[made[place] for place in call.plain])
-        # The graph of the replay has nothing that this op's backward could work on.
-        ctx.apply = partial(_refuse_backward, source)
-        self._step = SKIPPED
-        return tuple(made) if call.template else made[0]
-
-    def save_for_backward(self, saved_tensors: Mapping[str, Tensor | None]) -> None:
-        """Save nothing if the body runs after all: forward's holders have what backward needs."""
-        if self._again:
-            self._step = 2
-        else:
-            super().save_for_backward(saved_tensors)
-
-    def record_outputs(self, *outs: Tensor, as_tuple: bool = False) -> Any:
-        """End a body that ran after all."""
-        result = super().record_outputs(*outs, as_tuple=as_tuple)
-        if not self._again:
-            self.ops.fail_returned(self.call)
-        if self.ops.whole is self.call:
-            self.ops.end_body()
-        if self.call.drawn is not None:
-            self.call.drawn.restore()
-        return result
-
-
 _SEVERAL = ((0,),)  # stands for a tuple of outputs
-
-
-def _refuse_backward(source: Source, *_grad_outputs: Tensor | None) -> NoReturn:
-    refuse(source, "a gradient taken inside the region")

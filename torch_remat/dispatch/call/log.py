@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import (
-    detached,
     has_returned,
     node_number,
     sequence_number,
@@ -29,7 +28,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
 )
 from torch_remat.dispatch.ambient import Draws
-from torch_remat.dispatch.call.entry import NOTHING, Call, Given
+from torch_remat.dispatch.call.entry import Call, Given
 from torch_remat.dispatch.departures import Departures
 from torch_remat.dispatch.holder import Anchor, Holder, OpHolder, ResidentRef, metadata_of, read
 from torch_remat.dispatch.keys import key_of, keys_of, parts_of, version_of
@@ -46,23 +45,9 @@ from torch_remat.dispatch.slot import Slot, placement_in, slot_for
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
-_RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
+_RECOMPUTE, _OFFLOAD, _SAVE = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD, CheckpointPolicy.SAVE
 _NONE: Mapping[int, Any] = MappingProxyType({})
 Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
-
-
-class Written(NamedTuple):
-    """A tensor that a call modified and had not made.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version before.
-        is_own: Whether an autograd node of the region had made it.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    is_own: bool
 
 
 class Running(ABC):
@@ -74,23 +59,22 @@ class Running(ABC):
         first: The number of the first autograd node that it may make.
         last: That of the first one after it.
         outputs: The nodes of its result, with which of the node's outputs each is.
-        written: The tensors that were there before the call and that it modified, by storage.
+        written: The tensors that were there before the call and that it modified, by storage: each with its version
+            before, and whether an autograd node of the region had made it.
+        draws: Whether it may have drawn random numbers.
     """
 
     # What most calls have none of is not set for each.
     last = -1
+    draws = False
     outputs: set[tuple[Node, int]] | None = None
-    written: Mapping[int, Written] = _NONE
+    written: Mapping[int, tuple[Tensor, int, bool]] = _NONE
 
     def __init__(self, ops: Log, call: Call, given: Given) -> None:
         self.ops = ops
         self.call = call
         self.given = given
         self.first = sequence_number()
-
-    def pack(self, tensor: torch.Tensor) -> Holder | Anchor | None:
-        """Return what autograd keeps of a tensor; None if replay recomputes it, or has it."""
-        return self.ops.pack(tensor)
 
     @abstractmethod
     def returns(self, result: Any) -> None:
@@ -106,14 +90,14 @@ class Running(ABC):
         is_own = node is not None and node_number(node) >= self.ops.region.first_number
         for key in keys_of(tensor):
             if not self.has_made(key) and key not in self.written:
-                self.written = {**self.written, key: Written(tensor, version, is_own)}
+                self.written = {**self.written, key: (tensor, version, is_own)}
 
-    def watch_end(self, draws: bool) -> None:
+    def end(self) -> None:
         """Note at the end of the call what leaves the device, and the random generators."""
         ops = self.ops
         if ops.departures.waiting:
             ops.departures.send()
-        if draws and ops.draws is not None:
+        if self.draws and ops.draws is not None:
             self.call.drawn = ops.draws.end()
         self.last = sequence_number()
 
@@ -121,15 +105,10 @@ class Running(ABC):
         """Note an op with a handle that has run inside: of any call but a native region it is a part like any other."""
         return
 
-    def let_go(self) -> None:
-        """Let go of arguments and variables, once the call is over: the region may be done with them."""
-        self.given = NOTHING
-        self.written = _NONE
-
-    def left_by(self, error: BaseException) -> None:
+    def raises(self) -> None:
         """Note that an exception left the call, which replay runs again."""
         self.call.is_saved, self.call.always = False, True
-        self.watch_end(True)
+        self.end()
         self.ops.entries.append(self.call)
 
 
@@ -165,7 +144,6 @@ class Log:
         self._allow_mutation: bool = options.allow_cache_entry_mutation
         make_slot = partial(slot_for, hooks, self.departures)
         self.results = Results(self.storages, make_slot, nested, self._allow_mutation)
-        self._plain = not (nested or self._allow_mutation)
         self.has_policy: bool = options.policy is not None
         self._notes_packed = False  # whether the policy asks what autograd has saved
         self.draws = None if region.rng is None else Draws(region.rng)
@@ -217,15 +195,11 @@ class Log:
         call = self.body() if self.opened else None
         return call is not None and call.policy is not _RECOMPUTE
 
-    def maker_of(self, tensor: Tensor) -> tuple[Entry, int] | None:
-        """Return the entry that made a tensor's storage, or modified it last, and as which of its results."""
-        return self.storages.writers.get(key_of(tensor)) if self.storages.writers else None
-
     def made_by_handle(self, tensor: Tensor) -> tuple[Call, int] | None:
         """Return the handle that made a tensor, and as which of its outputs."""
         if (outputs := self.by_handles.get(key_of(tensor))) is not None:
             return outputs[-1]
-        maker, place = self.maker_of(tensor) or (None, 0)
+        maker, place = self.storages.writer_of(tensor) or (None, 0)
         return (maker, place) if isinstance(maker, Call) and maker.is_handle else None
 
     # What autograd saves.
@@ -234,35 +208,26 @@ class Log:
         self, op: str, name: str, tensor: Tensor, policy: CheckpointPolicy, may_change: bool = False
     ) -> OpHolder:
         """Return a resident holder for a tensor that replay saves again, as a placeholder, at the same place."""
-        holder = self.holder_for(op, name, tensor)
-        self.keep(holder, tensor)
-        if policy is _OFFLOAD and self.region.hooks is None:
-            self.departures.waiting.append((holder, tensor))
-        if may_change and holder.value is not None:
-            holder.value = holder.value.data  # with a version counter of its own
-            holder.metadata = metadata_of(holder.value)
-        self.region.tape.saved.append(ResidentRef(holder))
-        return holder
-
-    def holder_for(self, op: str, name: str, tensor: Tensor) -> OpHolder:
-        """Return a holder without a value."""
+        region = self.region
         holder = OpHolder()
-        holder.region = self.region
-        holder.op = op
-        holder.tensor_name = name
+        holder.region, holder.op, holder.tensor_name = region, op, name
         holder.metadata = metadata_of(tensor)
-        holder.value = None
+        holder.value = value = self.mode.alias_of(tensor)
+        if region.hooks is not None:
+            self._give_to_hooks(holder, tensor)
+        elif policy is _OFFLOAD:
+            self.departures.waiting.append((holder, tensor))
+        if may_change:
+            holder.value = value = value.data  # with a version counter of its own
+            holder.metadata = metadata_of(value)
+        region.tape.saved.append(ResidentRef(holder))
         return holder
 
-    def keep(self, holder: OpHolder, tensor: Tensor) -> None:
-        """Give a holder its value, and give it to the enclosing hooks, whatever becomes of the holder later.
+    def _give_to_hooks(self, holder: OpHolder, tensor: Tensor) -> None:
+        """Give a holder's tensor to the enclosing hooks, whatever becomes of the holder later.
 
         An enclosing region runs this forward again, where other tensors live longer: it must meet the same ones.
         """
-        holder.value = self.mode.alias_of(tensor)
-        self._give_to_hooks(holder, tensor)
-
-    def _give_to_hooks(self, holder: OpHolder, tensor: Tensor) -> None:
         if (hooks := self.region.hooks) is not None:
             pack, holder.unpack = hooks
             with self.mode.unwatched():
@@ -283,24 +248,14 @@ class Log:
             if self._notes_packed:
                 entry.packed |= {at}
             if at in entry.saved:
-                held = self._pack_made(tensor, entry, at)
+                policy = _OFFLOAD if at in entry.away else _SAVE
+                held = self.resident(entry.group, entry.label(at), tensor, policy, self._allow_mutation)
             else:
                 self.roots.append((len(self.region.tape.saved), key, len(self.entries)))
         elif kind is not Tensor and key:
             place = len(self.region.tape.saved)
             self.roots += [(place, key_of(part), len(self.entries)) for part in parts_of(tensor)]
         return held
-
-    def _pack_made(self, tensor: Tensor, entry: Entry, place: int) -> OpHolder:
-        label = entry.label(place)
-        if entry.kind != ONE or entry.away or not self._plain or type(tensor) is not Tensor:
-            policy = _OFFLOAD if place in entry.away else CheckpointPolicy.SAVE
-            return self.resident(entry.group, label, tensor, policy, self._allow_mutation)
-        # What most are.
-        holder = self.holder_for(entry.group, label, tensor)
-        holder.value = tensor.detach() if self.mode.watcher is None else detached(tensor)
-        self.region.tape.saved.append(ResidentRef(holder))
-        return holder
 
     # What calls return, and what replay reads.
 
@@ -332,7 +287,7 @@ class Log:
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 continue
-            if self.maker_of(tensor) is not None:
+            if self.storages.writer_of(tensor) is not None:
                 self.needed.append((key_of(tensor), len(self.entries)))
             for call, place in self.by_handles.get(key_of(tensor), ()):
                 if place not in call.kept:
@@ -393,20 +348,17 @@ class Log:
                 running.outputs.add((node, owner.output_nr))
             place = given.place_at(key)
             if self._outlives(tensor, key) or (place is not None and given.is_of_module(place)):
-                self.note_outer(call, key, tensor, version)
+                self.note_outer(call, key, version)
                 if (storage := _weak(tensor)) is not None:
                     call.outside = [*call.outside, storage]
-            elif place is not None or key in self.by_handles or self.maker_of(tensor) is not None:
+            elif place is not None or key in self.by_handles or self.storages.writer_of(tensor) is not None:
                 call.why = "it modified a tensor of the region in place"
                 if place is not None and (storage := _weak(tensor)) is not None:
-                    given.use(place)
                     call.modified = [*call.modified, (place, storage)]
             elif not is_own and (storage := _weak(tensor)) is not None:
                 # A native region modified what nobody knows: if the region made it, replay finds it recomputed.
-                self.note_outer(call, key, tensor, version)
+                self.note_outer(call, key, version)
                 call.outside = [*call.outside, storage]
-        if given.used:
-            call.places = given.used
 
     def _outlives(self, tensor: Tensor, key: int) -> bool:
         """Whether a modified tensor outlives the region, as far as that is known."""
@@ -427,11 +379,11 @@ class Log:
                     op=call.name,
                     remedy="Return a new tensor instead, or give the op the policy RECOMPUTE.",
                 )
-            self.note_outer(call, key_of(tensor), tensor, version)
+            self.note_outer(call, key_of(tensor), version)
 
-    def note_outer(self, call: Call, key: int, tensor: Tensor | None, version: int) -> None:
-        """Note that a call modified a tensor that outlives the region."""
-        if tensor is not None and version >= 0:
+    def note_outer(self, call: Call, key: int, version: int) -> None:
+        """Note that a call modified a tensor that outlives the region, and had this version before."""
+        if version >= 0:
             self.changes.add(key)
         call.touched = self.storages.has_writes = True
         outside = self.region.outside
@@ -485,10 +437,6 @@ class Log:
                 if known is not None:
                     self.known.append(known)
                     self.by_handles.setdefault(key_of(part), []).append((call, place))
-
-    def know_parameters(self, args: Sequence[Any]) -> None:
-        """Let the parameters among a handle's inputs stay, which is to be offloaded."""
-        self.region.sender().know_parameters(args)
 
     def expect(self, call: Call, named: Sequence[tuple[str, Tensor | None]], args: Sequence[Any]) -> None:
         """Let a handle save what comes before any other node; ``args`` are its inputs, if known.

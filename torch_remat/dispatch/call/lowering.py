@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
-from torch_remat.dispatch.call.ending import empty, let_run
 from torch_remat.dispatch.call.entry import Call, Waiting
-from torch_remat.dispatch.holder import OpHolder
+from torch_remat.dispatch.holder import Holder, OpHolder, mark_changed
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.meta import described
 from torch_remat.dispatch.region.region import Region
@@ -36,7 +35,9 @@ def lower(region: Region, acts: Mapping[Any, Mapping[int, Sequence[int]]]) -> bo
         for (function, number), call in calls.items():
             places = acts.get(function, {}).get(number)
             if places is None:
-                let_run(region.tape, call)
+                call.kept = {}
+                for one in call.let_run(region.tape.saved):
+                    _empty(one)
             else:
                 _keep_only(call, places)
         _let_wait(calls.values())
@@ -45,10 +46,17 @@ def lower(region: Region, acts: Mapping[Any, Mapping[int, Sequence[int]]]) -> bo
             holder = entry() if type(entry) is ref else None
             value = None if holder is None or type(holder) is OpHolder else holder.value
             if holder is not None and value is not None and key_of(value) not in kept:
-                empty(holder)
+                _empty(holder)
     finally:
         region.lock.release()
     return True
+
+
+def _empty(holder: Holder) -> None:
+    """Let a replay fill a holder; what was modified since it was saved stays an error where it is read."""
+    if (value := holder.value) is not None and value._version != holder.metadata[0]:
+        mark_changed(holder)
+    holder.value = None
 
 
 def _may_go_further(region: Region) -> bool:
@@ -77,6 +85,6 @@ def _let_wait(calls: Iterable[Call]) -> None:
         found: list[Waiting] = [one for maker, one in call.may_wait if call.is_saved and not maker.is_saved]
         for one in found:
             if (holder := one.holder()) is not None:
-                empty(holder)
+                _empty(holder)
                 holder.resident = False
         call.waiting = [*call.waiting, *found]

@@ -11,17 +11,14 @@ there is a placeholder. A tensor that it saves but did not make is saved as outs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from torch_remat._compat import (
     Handler,
-    as_written,
     count_of_modes,
     in_autocast,
     keep_from_compiler,
@@ -30,18 +27,15 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.call.call import refuse_gradient
 from torch_remat.dispatch.call.entry import Call, Given
-from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.result import flatten, is_flat
 from torch_remat.dispatch.holder import Anchor, Holder
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in, version_of
-from torch_remat.dispatch.ops.answer import OpAnswerer
 from torch_remat.dispatch.ops.entry import ONE, Entry, entry_of, is_bookkeeping
-from torch_remat.dispatch.ops.meta import Meta, Raised, described, leaves_of_result, unboxed
+from torch_remat.dispatch.ops.meta import Meta, described, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.record import note_odd, note_raised
 from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.ops.storages import Storages
-from torch_remat.dispatch.placeholder import Placeholder, Source, is_of_placeholders
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.slot import placement_in, slot_for
 
@@ -61,10 +55,10 @@ class RunningNative(Running):
     ) -> None:
         super().__init__(ops, call, Given(function, args if is_flat(args, kwargs) else leaves_of(args, kwargs)))
         self.answers: list[Entry] = []
+        call.answers = self.answers
         self.inside = Storages(ops.region.hooks is not None, None)
         self._counts: dict[str, int] = {}
         self._of_handles: list[int] = []  # the storages of what these made inside
-        self._draws = False  # whether an op may have drawn random numbers
         self._read: list[tuple[Entry, int, Tensor]] = []  # what higher-order ops read: who made it, as which result
 
     def has_made(self, key: int) -> bool:
@@ -106,8 +100,8 @@ class RunningNative(Running):
     def _watch_odd(self, make: type[Entry], op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Do the same for any op."""
         ops, effects = self.ops, make.effects
-        if effects.random and not self._draws:
-            self._draws = True
+        if effects.random and not self.draws:
+            self.draws = True
             if ops.draws is not None:
                 ops.draws.begin()
         if effects.cast and in_autocast():
@@ -165,8 +159,7 @@ class RunningNative(Running):
     def _note_writes(self, changed: Sequence[Tensor]) -> None:
         """Note what an op modifies that was there before the region."""
         for tensor in changed:
-            if not all(map(self.has_made, keys_of(tensor))):
-                self.note_written(tensor, version_of(tensor))
+            self.note_written(tensor, version_of(tensor))
 
     def pack(self, tensor: Tensor) -> Holder | Anchor | None:
         """Return the holder for a tensor that the region has made, or one that replay will not have."""
@@ -193,9 +186,7 @@ class RunningNative(Running):
     def returns(self, result: Any) -> None:
         """Note what the region returns."""
         call = self.call
-        self.watch_end(self._draws)
-        call.answers = self.answers
-        call.reads = self._reads()
+        self.end()
         if self._read:
             self._keep_read()
         if (
@@ -203,12 +194,13 @@ class RunningNative(Running):
             and not result.dtype.is_complex and self.has_made(key := storage_key(result))
         ):  # fmt: skip
             self.ops.note_result(call, result, key)
-            self._end((result,))
+            self._check_left((result,))
         else:
             self._returns_several(result)
 
-    def _reads(self) -> list[int]:
-        """Return the storages that its ops read and had not made."""
+    def end(self) -> None:
+        """Note also the storages that its ops read and had not made."""
+        super().end()
         found, made = set[int](), set(self._of_handles)
         for entry in self.answers:
             found.update([key for key in entry.reads if key not in made])
@@ -216,7 +208,7 @@ class RunningNative(Running):
                 made.add(entry.storage)
             else:
                 made.update(entry.touches())
-        return list(map(self.ops.storages.read_as, found))
+        self.call.reads = list(map(self.ops.storages.read_as, found))
 
     def _returns_several(self, result: Any) -> None:
         ops, call = self.ops, self.call
@@ -231,74 +223,10 @@ class RunningNative(Running):
         call.results = metas if call.template else metas[0]
         call.gradients = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ops.note_results(call, leaves, made)
-        self._end(leaves)
+        self._check_left(leaves)
 
-    def left_by(self, error: BaseException) -> None:
-        """Note that an exception left the region; its Python raises it again."""
-        if isinstance(error, Exception):
-            self.call.results = Raised(type(error), error.args)
-        self.watch_end(True)
-        self.call.answers = self.answers
-        self.call.reads = self._reads()
-        self.ops.entries.append(self.call)
-        self._end(())
-
-    def _end(self, leaves: Sequence[Any]) -> None:
+    def _check_left(self, leaves: Sequence[Any]) -> None:
         if self.last > self.first:
             refuse_gradient(self.ops.region, self.call.name, self.first, leaves)
         if self.written:
             self.ops.note_writes(self)
-
-    def let_go(self) -> None:
-        """Let go of what only the run needs."""
-        super().let_go()
-        del self.inside
-        self._read.clear()
-
-
-def replay_native(
-    answerer: Loading, call: Call, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a native region's function again and answer its ops; return its result with the kept tensors in it."""
-    replay = answerer.replay
-    assert call.answers is not None
-    ops = answerer.native_ops
-    if ops is None:
-        ops = answerer.native_ops = OpAnswerer(replay, answerer.suppressed, answerer.load)
-    ops.expect(call.answers, call.name)
-    outer, answerer.ops = answerer.ops, ops
-    answerer.native = call
-    # With placeholders the compiler cannot trace what a higher-order op compiles for itself.
-    context = as_written() if call.higher else nullcontext()
-    try:
-        with context:
-            result = replay.watched(ops.answer, function, args, kwargs)
-    except BaseException as error:
-        if type(call.results) is Raised and not replay.over and not is_of_placeholders(error):
-            _end(answerer, call, ops)
-        raise
-    finally:
-        answerer.native, answerer.ops = None, outer
-    _end(answerer, call, ops)
-    if type(result) is Placeholder:
-        if call.kept:
-            return answerer.kept_or_stand_in(call, 0)
-        result.source = result.source._replace(output=call.label(0))
-        return result
-    leaves, form = flatten(result)
-    sources: dict[int, Source] = {}  # views of one tensor share one
-    for place, leaf in enumerate(leaves):
-        if place in call.kept and isinstance(leaf, Tensor):
-            leaves[place] = answerer.kept_or_stand_in(call, place)
-        elif type(leaf) is Placeholder and leaf.source.op == call.name:
-            source = leaf.source
-            leaf.source = sources.setdefault(id(source), source._replace(output=call.label(place)))
-    return optree.tree_unflatten(form, leaves) if call.kept else result
-
-
-def _end(answerer: Loading, call: Call, ops: OpAnswerer) -> None:
-    if (error := ops.missing()) is not None:
-        answerer.replay.fail(error)
-    if answerer.suppressed.pending:
-        answerer.suppressed.restore()
-    answerer.leave(call)

@@ -17,8 +17,8 @@ NOTE [ What is kept ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, NoneType
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -37,7 +37,7 @@ from torch_remat.dispatch.call.entry import Call, Given, Origin, Waiting
 from torch_remat.dispatch.call.handle import ForwardOp, SavedOp
 from torch_remat.dispatch.call.log import Log, Running
 from torch_remat.dispatch.call.native import RunningNative
-from torch_remat.dispatch.call.result import identity_of
+from torch_remat.dispatch.call.result import Left, identity_of
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     NOBODY,
@@ -53,20 +53,16 @@ from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.record import OpRecorder
-from torch_remat.dispatch.ops.results import Undecided
 from torch_remat.dispatch.placeholder import new_tuple
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion
-from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.policy import OpPolicy
 
 _RECOMPUTE, _OFFLOAD = CheckpointPolicy.RECOMPUTE, CheckpointPolicy.OFFLOAD
 _new = object.__new__  # without a call of `__init__`, which would be a tenth of what a handle costs
-_NONE: Mapping[int, Slot] = MappingProxyType({})
 _INPUT = (None, NoneType)  # of a holder's `plain`, where the tensor may be something else than the result of an op
-Root = tuple[int, int, int]  # the place of a holder that replay fills, its storage, and after how many entries
 
 
 class Recorder(Log):
@@ -74,22 +70,20 @@ class Recorder(Log):
 
     Attributes:
         watch: The ops, under a policy.
-        runs: The saved calls, but those of handles and of torch's own functions.
+        left: The saved calls that made more nodes than their results have.
         pointed: The storages to whose memory there was access, if the policy names functions.
         packs: Whether it has to be asked about each tensor that autograd saves.
         alive: What the call has saved that saves now, where hooks around the region must meet all of it.
-        recomputing: In how many calls of the policy RECOMPUTE code runs.
     """
 
     def __init__(self, forward: RematMode, region: OpenRegion) -> None:
         super().__init__(forward, region)
         region.recorder = self
         self.watch: OpRecorder | None = None
-        self.runs: list[Running] = []
+        self.left: list[Left] = []
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
         self.packs = False
         self.alive: list[Holder] = []
-        self.recomputing = 0
 
     # What is asked while forward runs.
 
@@ -138,7 +132,8 @@ class Recorder(Log):
         """Return the holder for a tensor that no call saves itself; None if replay recomputes it, or has it."""
         if type(tensor) in OF_TRACES and not self.region.traced:
             return None
-        return self.pack(tensor) if self.calling is None else self.calling.pack(tensor)
+        calling = self.calling
+        return calling.pack(tensor) if type(calling) is RunningNative else self.pack(tensor)
 
     def open(self, call: Call, leaves: Sequence[Any], keys: Sequence[int]) -> None:
         """Begin the range of a call, which has these arguments, in these storages."""
@@ -200,7 +195,7 @@ class Recorder(Log):
         if maker is None and holder.plain not in _INPUT and region.hooks is None and key not in self.by_handles:
             # What most are that a call has not made: an argument, no view, that an op of the region has made, or one
             # view of it, such as a product takes of what has three dimensions.
-            for place, leaf in enumerate(given.leaves):
+            for at, leaf in enumerate(given.leaves):
                 if (
                     leaf is owner
                     and (leaf is tensor or _is_laid_out(tensor, leaf, holder.layout))
@@ -209,7 +204,7 @@ class Recorder(Log):
                     and holder.metadata[0] == tensor._version
                 ):
                     view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
-                    call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), place, *view, None))]
+                    call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), at, *view, None))]
                     return True
         if id(owner) in inputs.originals or (inputs.packed and inputs.shares(owner)):
             return False  # the inputs have its memory
@@ -244,7 +239,6 @@ class Recorder(Log):
             call.may_wait = [*call.may_wait, (maker[0], waiting)]
             return False
         call.waiting = [*call.waiting, waiting]
-        given.use(place)
         if maker is not None:
             self.needed.append((key, len(self.entries)))
         return True
@@ -255,10 +249,7 @@ class Recorder(Log):
             call.end = len(self.region.tape.saved)
             self.saving = self.given = None
             self.alive.clear()
-        call.is_saved, call.waiting = False, ()
-        for entry in self.region.tape.saved[call.start : call.end]:
-            if type(entry) is ref and type(holder := entry()) is OpHolder:
-                holder.resident, holder.packed, holder.unpack = False, None, None
+        call.let_run(self.region.tape.saved)
 
     # What runs.
 
@@ -297,7 +288,7 @@ class Recorder(Log):
             self.results.read_versions()
         if policy is _RECOMPUTE:
             call.inputs = self.inputs_from_handles(leaves_of(args, kwargs))
-            return self._run_recomputed(function, args, kwargs)
+            return self.mode.user_code(function, args, kwargs)
         is_whole = is_whole_call(function, args, kwargs)
         of_torch = is_whole and is_builtin(function)
         is_native = is_native and not is_whole
@@ -325,30 +316,22 @@ class Recorder(Log):
             if before is not None:
                 self.note_outside(call, before)
             running.returns(result)
+            if running.outputs is not None:
+                self.left.append(Left(call, running.first, running.last, running.outputs))
             if call.why or (self.has_policy and not (of_torch or is_native)):  # what it reads where it runs whole
                 call.reads = [*call.reads, *running.given.keys()]
             if self.watch is not None and drawn is not None and call.drawn is not None:
                 self.watch.note_draws(call, drawn)
-        except BaseException as error:
+        except BaseException:
             self.settle()
-            running.left_by(error)
+            running.raises()
             raise
         finally:
             self.calling = None
             call.end = len(self.region.tape.saved)
             if self.watch is not None and compiled is not None:  # it reads nothing that replay does not give the call
                 self.watch.compiled_code.forget_since(compiled)
-            if not of_torch:
-                running.let_go()
-                self.runs.append(running)
         return result
-
-    def _run_recomputed(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self.recomputing += 1
-        try:
-            return self.mode.user_code(function, args, kwargs)
-        finally:
-            self.recomputing -= 1
 
     def enter_region(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Keep what an inner region gets from handles; a policy sees what it reads."""
@@ -404,15 +387,10 @@ class Recorder(Log):
 
     # The end.
 
-    def undecided(self) -> Iterator[Undecided]:
-        """Yield op, name, tensor and decision of what forward holds until its end decides whether anything needs it."""
-        yield from self.results.undecided()
-
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
         self.region.recorder = self.watch = None
-        self.opened, self.calling = [], None
-        self.runs = []
+        self.opened, self.left, self.calling = [], [], None
         self.by_handles, self.known = {}, []
         self.saving = self.given = None
         self.named = ()

@@ -25,19 +25,15 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number
-from torch_remat.dispatch.call.entry import Call, Waiting
-from torch_remat.dispatch.check.compare import mismatched
-from torch_remat.dispatch.holder import CAST, RegionLike
-from torch_remat.dispatch.placeholder import Placeholder
-from torch_remat.errors import MismatchError
-from torch_remat.offload.transfer import Placement
+from torch_remat.dispatch.call.entry import Call, Source, Waiting
+from torch_remat.dispatch.holder import CAST
+from torch_remat.dispatch.keys import DENSE
 
-USUAL = frozenset((torch.Tensor, Parameter, Placeholder))
 _PLAIN = (
     int, float, bool, str, bytes, complex, type(None), Enum, type, slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-_FLAT = frozenset((*USUAL, int, float, bool, str, complex, type(None)))
+_FLAT = frozenset((*DENSE, int, float, bool, str, complex, type(None)))
 _NAMESPACE = "torch_remat.results"  # of optree: results are looked into further than arguments
 SAME = "The function must make the same calls in both phases, on tensors with the same memory layout."
 
@@ -52,7 +48,7 @@ class Passed(NamedTuple):
         is_view: Whether it was a view of another tensor for autograd, too.
     """
 
-    place: int
+    place: Source
     view: Waiting | None
     has_history: bool = True
     is_view: bool = True
@@ -114,17 +110,6 @@ def refused(leaves: Sequence[Any]) -> str:
     return ""
 
 
-def lying_in(view: torch.Tensor, source: torch.Tensor) -> Waiting:
-    """Describe the placement of a tensor in the storage of another; no holder waits for it."""
-    return Waiting(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
-
-
-def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
-    """Return the error about a call that differs from the one in forward."""
-    how = "with tensors of different shapes or strides" if same_function else "with a different function"
-    return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
-
-
 # Effects of a call other than its result.
 
 State = Sequence[tuple[Any, tuple[Any, ...]]]  # holders of objects, each with the tensors that it holds
@@ -158,12 +143,14 @@ def state_of(roots: Sequence[Any]) -> State:
     Args:
         roots: The function and the arguments of the call.
     """
-    state: list[Any] = []
-    for root in roots:
-        if type(root) in _BARE or (type(root) is FunctionType and not (root.__closure__ or root.__defaults__)):
-            continue
-        _note_state(state, root, _DEPTH, _NOT_WALKED)
-    return state
+    holding = [
+        root
+        for root in roots
+        if type(root) not in _BARE and (type(root) is not FunctionType or root.__closure__ or root.__defaults__)
+    ]
+    if not holding:  # as most calls
+        return ()
+    return [(holder, _tensors_held(holder)) for holder in _holders(holding, _DEPTH, _NOT_WALKED)]
 
 
 def is_changed(state: State, region_function: Any) -> bool:
@@ -171,28 +158,25 @@ def is_changed(state: State, region_function: Any) -> bool:
     changed = [holder for holder, held in state if not _same(_tensors_held(holder), held)]
     if not changed:
         return False
-    outside: list[Any] = []
-    _note_state(outside, region_function, 2 * _DEPTH, (torch.Tensor, type, ModuleType))
     function: Any = getattr(region_function, "__func__", region_function)
-    for name in function.__code__.co_names if isinstance(function, FunctionType) else ():
-        _note_state(outside, function.__globals__.get(name), _DEPTH, (torch.Tensor, type, ModuleType))
-    known = {id(holder) for holder, _ in outside}
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    roots = [region_function, *(function.__globals__.get(name) for name in names)]
+    known = {id(holder) for holder in _holders(roots, 2 * _DEPTH, (torch.Tensor, type, ModuleType))}
     return any(id(holder) not in known for holder in changed)
 
 
-def _note_state(state: list[Any], root: Any, depth: int, not_walked: tuple[type, ...]) -> None:
-    """Note what holds objects, breadth first."""
-    level, seen = [root], set()
+def _holders(roots: Sequence[Any], depth: int, not_walked: tuple[type, ...]) -> Iterator[Any]:
+    """Yield what holds objects, breadth first."""
+    level, seen = roots, set()
     for _ in range(depth):
         following: list[Any] = []
         for value in level:
             if type(value) in _BARE or id(value) in seen or isinstance(value, not_walked):
                 continue
             seen.add(id(value))
-            for holder in _holders_of(value):
-                state.append((holder, _tensors_held(holder)))
-                following += _held_by(holder)
+            holders: Sequence[Any] = ()
             if isinstance(value, FunctionType):
+                holders = value.__closure__ or ()
                 following += (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             elif isinstance(value, MethodType):
                 following += (value.__func__, value.__self__)
@@ -200,18 +184,14 @@ def _note_state(state: list[Any], root: Any, depth: int, not_walked: tuple[type,
                 following += (value.func, *value.args, *value.keywords.values())
             elif isinstance(value, tuple):
                 following += value
+            elif isinstance(value, (list, dict, set, Iterator)):
+                holders = (value,)
+            elif type(value).__module__.partition(".")[0] != "torch":  # else such as contexts
+                holders = (attributes,) if type(attributes := getattr(value, "__dict__", None)) is dict else ()
+            for holder in holders:
+                yield holder
+                following += _held_by(holder)
         level = following
-
-
-def _holders_of(value: Any) -> Sequence[Any]:
-    if isinstance(value, FunctionType):
-        return value.__closure__ or ()
-    if isinstance(value, (list, dict, set, Iterator)):
-        return (value,)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return ()  # such as contexts
-    attributes = getattr(value, "__dict__", None)
-    return (attributes,) if type(attributes) is dict else ()
 
 
 def _held_by(holder: Any) -> tuple[Any, ...]:
@@ -261,14 +241,24 @@ def readers_in(boundary: Sequence[Node | None], first: int) -> Readers:
     return readers
 
 
-def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
-    """Return a call of which a node outside reads a node that made no result, or None.
+class Left(NamedTuple):
+    """A call that made more nodes than its result has.
 
-    Args:
-        calls: Those that made more nodes than their result has, in order, each with the numbers of its ``first`` node
-            and of the first one after it, ``last``, and its ``outputs``: nodes, with which of a node's outputs.
-        readers: The nodes that read each node of the region's graph.
+    Attributes:
+        call: It.
+        first: The number of its first node.
+        last: That of the first one after it.
+        outputs: The nodes of its result, with which of the node's outputs each is.
     """
+
+    call: Call
+    first: int
+    last: int
+    outputs: set[tuple[Node, int]]
+
+
+def call_left_by_a_tensor(calls: Sequence[Left], readers: Readers) -> Call | None:
+    """Return a call, of these in order, of which a node outside reads a node that made no result, or None."""
     starts = [call.first for call in calls]
     for node, by in readers.items():
         number = node_number(node)
@@ -278,7 +268,7 @@ def call_left_by_a_tensor(calls: Sequence[Any], readers: Readers) -> Any:
         for reader, place in by:
             is_inside = call.first <= node_number(reader) < call.last
             if not (is_inside or (node, place) in call.outputs or _is_cast(node)):
-                return call
+                return call.call
     return None
 
 

@@ -17,7 +17,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
@@ -33,7 +32,7 @@ from torch_remat.dispatch.call.collectives import Collectives
 from torch_remat.dispatch.call.functions import can_be_kept, is_counted
 from torch_remat.dispatch.call.result import flatten
 from torch_remat.dispatch.holder import value_behind
-from torch_remat.dispatch.keys import key_of, keys_of, parts_of, tensors_in
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import written_arguments
 from torch_remat.dispatch.ops.schema import effects_of
@@ -46,7 +45,6 @@ from torch_remat.policies.functions import name_of, opened
 if TYPE_CHECKING:
     from torch_remat.dispatch.mode import RematMode
 
-_PLAIN = frozenset((Tensor, Parameter))
 _ACCESS = frozenset(("__get__", "__set__"))  # to attributes
 
 
@@ -164,7 +162,7 @@ class Survey(TorchFunctionMode):
 
     def _results_in(self, made: Mapping[int, None], leaves: Sequence[Any]) -> tuple[int, ...] | None:
         """Return the units of a call's results; None if they are no plain tensors in storages of their own."""
-        if not leaves or not _PLAIN.issuperset(map(type, leaves)):
+        if not leaves or not USUAL.issuperset(map(type, leaves)):
             return None
         found = tuple(unit for leaf in leaves for unit in self._units_of(leaf))
         return found if len(found) == len(leaves) == len(set(found)) and made.keys() >= set(found) else None

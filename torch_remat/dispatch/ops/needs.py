@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,16 +20,8 @@ from torch_remat.dispatch.ops.entry import FIRST, ONE, VIEW, WRITTEN, Entry
 Root = tuple[int, int]  # a storage that replay must have, and after how many entries
 
 
-class Needs(NamedTuple):
-    """What replay needs of the log.
-
-    Attributes:
-        run: The entries that replay runs.
-        kept: The entries of which results are needed that can be kept, with their places.
-    """
-
-    run: list[Entry]
-    kept: list[tuple[Entry, Collection[int]]]
+# What replay needs: the entries that run, and those of which results are kept, with their places.
+Needs = tuple[list[Entry], list[tuple[Entry, Collection[int]]]]
 
 
 def find_needs(
@@ -61,7 +52,8 @@ def _walk(
     forced: set[Entry],
 ) -> tuple[Needs, bool]:
     """Return what is needed, and whether anything is written."""
-    needs = Needs([], [])
+    needs: Needs = [], []
+    run, keep = needs
     pending = sorted(roots, key=_after)
     next_after = pending[-1][1] if pending else -1
     needed: set[int] = set()
@@ -76,10 +68,10 @@ def _walk(
             if runs := storage in needed:
                 needed.remove(storage)
                 if entry.saved and can_keep(entry, 0):
-                    needs.kept.append((entry, FIRST))
+                    keep.append((entry, FIRST))
                     runs = False
             if runs or entry.always or (forced and entry in forced):
-                needs.run.append(entry)
+                run.append(entry)
                 needed.update(entry.reads)
         elif entry.kind == VIEW and not (entry.always or entry in forced):
             if entry.made:
@@ -97,8 +89,8 @@ def _unfinished(entries: Sequence[Entry], needs: Needs) -> list[Entry]:
     Nothing that is seen to read the tensor comes after them. But it has data in replay, and no placeholder would tell
     what reads it otherwise.
     """
-    runs = set(needs.run)
-    left = {entry for entry, places in needs.kept if WRITTEN in places}
+    runs = set(needs[0])
+    left = {entry for entry, places in needs[1] if WRITTEN in places}
     there: set[int] = set()
     found = []
     for entry in entries:
@@ -131,10 +123,10 @@ def _step(
         runs = True
     needed.difference_update([storage for _, storage in entry.made])
     if runs:
-        needs.run.append(entry)
+        needs[0].append(entry)
         needed.update(entry.reads)
     if kept:
-        needs.kept.append((entry, kept))
+        needs[1].append((entry, kept))
 
 
 _after = itemgetter(1)

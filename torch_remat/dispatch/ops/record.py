@@ -6,17 +6,16 @@ the end of forward decides which of them replay or backward need (`needs`). Out:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from sys import _getframe
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 import torch
 
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.departures import Departures
-from torch_remat.dispatch.holder import OpenRegionLike, RegionLike
+from torch_remat.dispatch.call.log import Log
+from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.keys import USUAL, layout_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import (
@@ -33,7 +32,6 @@ from torch_remat.dispatch.ops.entry import (
     names_of,
 )
 from torch_remat.dispatch.ops.meta import Raised, described, described_higher, leaves_of_result, unboxed
-from torch_remat.dispatch.ops.results import Results
 from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.errors import PolicyError
 from torch_remat.policies.decision import RECOMPUTED, Decision
@@ -44,29 +42,6 @@ _new = object.__new__  # without a call of `__init__` for each op
 # Of an op: whether the policy keeps its results, if it decides by the op alone; how many of its name there were in each
 # module, less one (None as long as nobody sees names of its kind); and the class of its entries.
 _Plan = tuple[bool | None, dict[str, int] | None, type[Entry]]
-
-
-class Log(Protocol):
-    """What the ops ask of their region's log; the `Recorder`."""
-
-    departures: Departures
-    entries: list[Entry]
-    opened: list[tuple[ref[Any], Any]]
-    storages: Storages
-    results: Results
-
-    @property
-    def region(self) -> OpenRegionLike:
-        """The region."""
-
-    def body(self) -> object:
-        """Return the handle whose body runs."""
-
-    def is_in_skipped_body(self) -> bool:
-        """Whether the body of a saved handle runs."""
-
-    def note_readers(self, tensors: Iterable[Any]) -> None:
-        """Note that replay reads tensors here."""
 
 
 class OpRecorder:

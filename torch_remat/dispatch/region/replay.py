@@ -568,7 +568,7 @@ class Filling(Replaying):
 
     def _explained(self, error: Exception) -> Exception:
         """Return an error, with another remedy where a placeholder is read though everything has run."""
-        if isinstance(error, PlaceholderError) and self.ops is not None and self.ops.has_started_over:
+        if isinstance(error, PlaceholderError) and self.ops is not None and self.ops.started_over_for is not None:
             error.remedy = GROWN
         return error
 
