@@ -329,8 +329,8 @@ MUTANTS = (
     ),
     Mutant(
         "values not compared", "mismatch", "dispatch/check/values.py",
-        "    if same:\n        return None",
-        "    return None",
+        "if getattr(holder, \"fingerprint\", value) != value:",
+        "if False:",
     ),
     Mutant(
         "more saved tensors not noticed", "mismatch", "dispatch/region/replay.py",

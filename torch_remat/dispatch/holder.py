@@ -172,7 +172,7 @@ class Holder:
         plain: The producer, where replay compares metadata, layout and producer and nothing else: an op of the region
             made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one. Else
             None.
-        fingerprint: The value that the determinism check compares; set only where it compares values.
+        fingerprint: The checksum that ``determinism_check="bitwise"`` compares; set only there.
     """
 
     __slots__ = ("__weakref__", "fingerprint", "layout", "metadata", "origin", "plain", "producer", "region", "value")
@@ -184,7 +184,7 @@ class Holder:
     layout: Layout | None
     producer: type
     plain: type | None
-    fingerprint: Any
+    fingerprint: bytes
 
     op: str | None = None
     resident = False

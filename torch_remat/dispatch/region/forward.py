@@ -45,7 +45,7 @@ from torch_remat.dispatch.check.samples import (
     takes_samples,
 )
 from torch_remat.dispatch.check.unread import flags_of, versions_of
-from torch_remat.dispatch.check.values import ValueOf, take_values, value_function
+from torch_remat.dispatch.check.values import note_checksums
 from torch_remat.dispatch.holder import (
     CAST,
     NOBODY,
@@ -226,7 +226,6 @@ class Recording(RematMode):
     region: OpenRegion
     replaying = False
     ops: Recorder | None = None
-    _value_of: ValueOf | None = None  # what the determinism check compares
     functions: Noting | None = None  # calls of functions, if the policy names some
     survey: Survey | None = None  # of all of them, if this forward is recorded
 
@@ -235,13 +234,12 @@ class Recording(RematMode):
         # The places of tensors that Python code knows; None where no values are compared.
         self._carriers: list[int] | None = [] if takes_samples(region.serial) else None
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
-        if region.options is not DEFAULTS:
-            check = region.options.determinism_check
-            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._value_of = value_of
-            chosen = check != DEFAULTS.determinism_check or region.options.allow_cache_entry_mutation
-            if chosen or not region.options.preserve_rng_state:
-                self._carriers = None
+        if (options := region.options) is not DEFAULTS and (
+            options.determinism_check != "default"
+            or options.allow_cache_entry_mutation
+            or not options.preserve_rng_state
+        ):
+            self._carriers = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -435,8 +433,8 @@ class Recording(RematMode):
             raise region.misuse()  # also where user code swallowed it
         if self.ops is not None:
             judge(self.ops, boundary)
-        if self._value_of is not None:
-            take_values(self._value_of, region.tape.holders_to_fill())
+        if region.options.determinism_check == "bitwise":
+            note_checksums(region.tape.holders_to_fill())
         if (carriers := self._carriers) is not None:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)

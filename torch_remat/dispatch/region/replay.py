@@ -39,7 +39,7 @@ from torch_remat.dispatch.check.compare import (
 )
 from torch_remat.dispatch.check.samples import has_other_values, other_values
 from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
-from torch_remat.dispatch.check.values import ValueOf, difference, take_values, value_function
+from torch_remat.dispatch.check.values import first_difference
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CHANGED,
@@ -55,7 +55,7 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
+from torch_remat.dispatch.options import is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
@@ -78,7 +78,6 @@ class Filling(Replaying):
     ops: Answerer | None = None
     _last = _last_empty = -1
     _error: Exception | None = None
-    _value_of: ValueOf | None = None
     _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
@@ -89,16 +88,12 @@ class Filling(Replaying):
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region  # type: ignore[assignment]  # its caller has seen that it can run
-        tape, options = region.tape, region.options
+        tape = region.tape
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         self._end_at(last)
         if tape.records or tape.calls or tape.functions:
             self.ops = Answerer(self, self.region)
-        if options is not DEFAULTS:
-            check = options.determinism_check
-            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._value_of = value_of
 
     def _end_at(self, last: int) -> None:
         """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
@@ -533,10 +528,6 @@ class Filling(Replaying):
         if error is not None:
             self.fail(error)
 
-    def _compare_value(self, holder: Holder, value: Any) -> None:
-        if self._error is None:
-            self._error = difference(self.region, holder, value)
-
     def _take_error(self) -> Exception:
         # Neither the mode nor a frame may know an error whose traceback knows them.
         error, self._error = self._error, None
@@ -545,8 +536,8 @@ class Filling(Replaying):
 
     def _check(self) -> None:
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
-        if self._value_of is not None and self._error is None:
-            take_values(self._value_of, self.region.tape.holders_to_fill(), self._compare_value)
+        if self._error is None and self.region.options.determinism_check == "bitwise":
+            self._error = first_difference(self.region, self.region.tape.holders_to_fill())
         if self._error is not None:
             raise self._take_error()
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
