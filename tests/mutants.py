@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     Mutant(
         "op of a saved tensor not compared", "mismatch", "dispatch/check/compare.py",
-        "if not loaded and _is_by_another_op(holder, owner):",
+        "if not loaded and _is_by_another_op(region, holder, owner):",
         "if False:",
     ),
     Mutant(
@@ -496,7 +496,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient through a call in forward let through", "calls", "dispatch/region/region.py",
-        "if op and (self.recorder is None or self.recorder.running() != op):",
+        "if op and (self.running is None or self.running() != op):",
         "if False:",
     ),
     Mutant(

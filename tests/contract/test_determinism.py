@@ -103,7 +103,7 @@ def test_bitwise_takes_every_kind_of_value(kind):
     assert w.grad is not None
 
 
-@pytest.mark.parametrize("check", ["all", torch.sum], ids=str)
+@pytest.mark.parametrize("check", ["all", torch.sum], ids=["name", "callable"])
 def test_another_kind_is_an_error(check):
     with pytest.raises(remat.UsageError, match="determinism_check is 'default', 'none' or 'bitwise'"):
         remat.checkpoint(determinism_check=check)

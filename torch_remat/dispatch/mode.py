@@ -54,8 +54,9 @@ from torch_remat._compat import (
     push_region_hooks,
     run_fsdp_in,
 )
-from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.options import Watch
+from torch_remat.dispatch.region.region import Region, Tape
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class RematMode(DispatchMode):
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
-    region: RegionLike  # a `Region`, as each phase says
+    region: Region
     replaying: bool
     parent: RematMode | None = None
     ops: Ops | None = None
@@ -135,7 +136,7 @@ class RematMode(DispatchMode):
         """Whether each aten op that comes now is answered from the log. Placeholders ask, which are below this room."""
         return self.replaying and self.watcher is not None and getattr(self.ops, "ops", None) is not None
 
-    def is_in(self, region: RegionLike) -> bool:
+    def is_in(self, region: Region) -> bool:
         """Whether this phase belongs to a region, or is inside one of its phases."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
 
@@ -269,7 +270,7 @@ class RematMode(DispatchMode):
         return self.run_native(own, policy, function, args, kwargs, is_native=False)
 
     @abstractmethod
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Take, at the end of an inner region's forward, what that saved and did not make."""
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
@@ -386,7 +387,7 @@ class Replaying(RematMode):
 
 
 @contextmanager
-def unseen(region: RegionLike | None = None) -> Iterator[None]:
+def unseen(region: Region | None = None) -> Iterator[None]:
     """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part.
 
     Nor has what has a name there to do with the region, if there is one.

@@ -31,8 +31,7 @@ from torch_remat.dispatch.call.handle import RematHandle, ReplayOp, SkippedOp
 from torch_remat.dispatch.call.loading import Loading
 from torch_remat.dispatch.call.native import replay_native
 from torch_remat.dispatch.call.result import another_call, identity_of, is_flat
-from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched
-from torch_remat.dispatch.check.unread import Unreadable
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op
 from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
@@ -43,6 +42,7 @@ from torch_remat.dispatch.placeholder import (
     is_of_placeholders,
 )
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.outside import Unreadable
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.errors import (
     MutationError,
@@ -365,7 +365,7 @@ class Answerer(Loading):
     def check_passed(self, last: int) -> None:
         """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
         if self.begun < len(self._calls) and (missing := self._calls[self.begun]).start <= last:
-            raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
+            raise self.region.mismatch("forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
         """Release at the end of the replay what placeholders that outlive it may refer to."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_remat._compat import Handler, same_memory
 from torch_remat.dispatch.call.entry import Call, Waiting
 from torch_remat.dispatch.call.result import SAME, Again, Passed
-from torch_remat.dispatch.check.compare import SAME_ORDER, mismatched, other_source
+from torch_remat.dispatch.check.compare import SAME_ORDER, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.mode import Replaying
 from torch_remat.dispatch.ops.answer import OpAnswerer
@@ -135,7 +135,7 @@ class Loading:
     def fail_returned(self, call: Call) -> NoReturn:
         """End the replay, since an op returned whose body has raised in forward."""
         what = "this op raised an exception in forward but returned in replay"
-        raise self.replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+        raise self.replay.fail(self.region.mismatch(what, SAME_ORDER, op=call.name))
 
     def kept_or_stand_in(self, call: Call, place: int) -> Any:
         """Return what replay has of a tensor that a call made: what was kept of it, else a placeholder."""
@@ -182,7 +182,7 @@ class Loading:
         value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
         if value is None:
             what = "the base of a returned view has another layout in replay"
-            raise mismatched(self.region, what, SAME, op=call.name)
+            raise self.region.mismatch(what, SAME, op=call.name)
         if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
             value = same_memory(value) if form.has_history else value.detach()
             self.note_loaded(value)
@@ -199,7 +199,7 @@ class Loading:
             return
         if replay.position != call.start:
             what = f"replay saved {replay.position} tensors before this call, but forward {call.start}"
-            replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+            replay.fail(self.region.mismatch(what, SAME_ORDER, op=call.name))
         replay.position = call.end
         if call.waiting:
             self._fill_waiting(call, given)

@@ -26,9 +26,9 @@ from torch.nn import Module, Parameter
 
 from torch_remat._compat import adopt_pytree_node, is_refused, node_number
 from torch_remat.dispatch.call.entry import Call, Waiting
-from torch_remat.dispatch.check.compare import mismatched
-from torch_remat.dispatch.holder import CAST, RegionLike
+from torch_remat.dispatch.holder import CAST
 from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import MismatchError
 from torch_remat.offload.transfer import Placement
 
@@ -119,10 +119,10 @@ def lying_in(view: torch.Tensor, source: torch.Tensor) -> Waiting:
     return Waiting(None, 0, Placement.of(view), Placement.of(source))  # type: ignore[arg-type]
 
 
-def another_call(region: RegionLike, call: Call, same_function: bool) -> MismatchError:
+def another_call(region: Region, call: Call, same_function: bool) -> MismatchError:
     """Return the error about a call that differs from the one in forward."""
     how = "with tensors of different shapes or strides" if same_function else "with a different function"
-    return mismatched(region, f"replay made this call {how}", SAME, op=call.name)
+    return region.mismatch(f"replay made this call {how}", SAME, op=call.name)
 
 
 # Effects of a call other than its result.

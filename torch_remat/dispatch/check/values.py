@@ -13,11 +13,12 @@ from collections.abc import Iterable
 import torch
 
 from torch_remat._compat import has_memory
-from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
-from torch_remat.dispatch.holder import Holder, RegionLike
+from torch_remat.dispatch.check.compare import described
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.keys import parts_of
 from torch_remat.dispatch.mode import unseen
 from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.region.region import SAME_OPS, Region
 from torch_remat.errors import RematError, UsageError
 
 
@@ -54,12 +55,12 @@ def note_checksums(known: Iterable[Holder]) -> None:
         holder.fingerprint = value
 
 
-def first_difference(region: RegionLike, known: Iterable[Holder]) -> RematError | None:
+def first_difference(region: Region, known: Iterable[Holder]) -> RematError | None:
     """Return, at the end of replay, the error about the first checksum that is not forward's, if there is one."""
     for holder, value in _checksums(known):
         if getattr(holder, "fingerprint", value) != value:
             what = f"the saved {described(holder)} has other values in replay than in forward"
-            return differs_at(region, holder, f"{what}; this is the first difference", SAME_OPS + _NOT_DETERMINISTIC)
+            return region.differs_at(holder, f"{what}; this is the first difference", SAME_OPS + _NOT_DETERMINISTIC)
     return None
 
 

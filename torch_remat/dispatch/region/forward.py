@@ -54,7 +54,6 @@ from torch_remat.dispatch.holder import (
     Holder,
     OpHolder,
     ResidentRef,
-    TapeLike,
     changed_in_place,
     is_parameter,
     layout_of,
@@ -69,8 +68,8 @@ from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Begun, Keeping, Options, is_watched, keeping, watch
 from torch_remat.dispatch.reach import boundary_nodes, tensors_of
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.dispatch.region.region import OpenRegion, Region
-from torch_remat.dispatch.region.replay import Filling
+from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
+from torch_remat.dispatch.region.replay import fill
 from torch_remat.errors import UsageError, warn
 from torch_remat.ladders.kinds import kind_of
 from torch_remat.offload.transfer import Placement
@@ -116,7 +115,7 @@ def _run(
     begun = begin(options, budget, function, args, kwargs)
     if begun is not None and begun.run is not None:
         return begun.run(run, args, kwargs)
-    region = Region(function, args, kwargs, options, Filling)
+    region = Region(function, args, kwargs, options, fill)
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.keeper(region, begun)
     mode = Recording(region)
@@ -395,7 +394,7 @@ class Recording(RematMode):
             region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
         return holder
 
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Note what an inner region has saved and not made."""
         self.region.tape.others += tape.others
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -38,7 +38,7 @@ from torch_remat.dispatch.check.compare import (
     what_differs,
 )
 from torch_remat.dispatch.check.samples import has_other_values, other_values
-from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
+from torch_remat.dispatch.check.unread import Unread, check_parameters, give_flags
 from torch_remat.dispatch.check.values import first_difference
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
@@ -47,7 +47,6 @@ from torch_remat.dispatch.holder import (
     Layout,
     OpHolder,
     ResidentRef,
-    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
@@ -59,11 +58,14 @@ from torch_remat.dispatch.options import is_watched, watch
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.outside import State, put_back
+from torch_remat.dispatch.region.outside import State, Unreadable, put_back
+from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
 from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import OpenRegion, Region
+
+def fill(region: Region, last: int) -> None:
+    """Fill the empty holders of a region, up to a place on its tape; the caller holds its lock."""
+    Filling(region, last).replay()
 
 
 class Filling(Replaying):
@@ -120,7 +122,7 @@ class Filling(Replaying):
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             if region.surveyed:  # ops of C++ write into their tensors where no mode is active
                 self.opening, self.lets_compiled_code_run = RematMode.__torch_dispatch__, CompiledCode.is_noticed
-            args, kwargs = region.inputs.restore(region)
+            args, kwargs = region.inputs.restore(region.name)
             set_grad_enabled(True)
             try:
                 if (
@@ -466,7 +468,7 @@ class Filling(Replaying):
             self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
 
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Compare what an inner region has saved now and not made with what it saved in this region's forward."""
         noted, begin = self.region.tape.others, self._others_next
         self._others_next = begin + len(tape.others)
@@ -511,7 +513,7 @@ class Filling(Replaying):
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Find what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
-        error = what_differs(holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
+        error = what_differs(self.region, holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
