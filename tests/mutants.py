@@ -590,8 +590,8 @@ MUTANTS = (
     ),
     Mutant(
         "mode of the enclosing region lost", "nesting", "dispatch/mode.py",
-        "        finally:\n            _current.set(current)",
-        "        finally:\n            _current.set(None)",
+        "            _current.set(parent)\n",
+        "            _current.set(None)\n",
     ),
     Mutant(
         "ops stay with a native region that is over", "nesting", "dispatch/call/native.py",

@@ -139,11 +139,7 @@ class Tape:
 
     def empty(self) -> list[Holder]:
         """Return the live holders that a replay has to fill."""
-        return [
-            holder
-            for entry in self.saved
-            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident
-        ]
+        return [holder for holder in self.holders_to_fill() if holder.value is None]
 
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
@@ -180,12 +176,10 @@ class Tape:
 
     def last_needed(self) -> int:
         """Return the place of the last live empty holder (-1 if none)."""
-        saved = self.saved
-        for place in range(len(saved) - 1, -1, -1):
-            entry = saved[place]
-            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident:
-                return place
-        return -1
+        last = len(self.saved) - 1
+        while last >= 0 and not self.may_need(last, None):
+            last -= 1
+        return last
 
     def with_parameters(self, place: int) -> int:
         """Return a place, or that of the last of the parameters that follow it within its call, or before the next."""

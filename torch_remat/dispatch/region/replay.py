@@ -26,7 +26,6 @@ from torch_remat._compat import (
     sequence_number,
     set_grad_enabled,
 )
-from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.functions import Functions, Giving
 from torch_remat.dispatch.check.compare import (
@@ -125,15 +124,7 @@ class Filling(Replaying):
             args, kwargs = region.inputs.restore(region.name)
             set_grad_enabled(True)
             try:
-                if (
-                    region.ambient is not capture_ambient()
-                    or region.scope != scope.get()
-                    or region.rng is not None
-                    or region.replay_context is not None
-                    or region.options.op_log is not None
-                    or is_watched()
-                ):
-                    contexts = self._contexts() + contexts
+                contexts = self._contexts() + contexts
                 self._first_number = sequence_number()
                 function = region.function
                 if (chosen := region.chosen) is not None and chosen.decisions:
@@ -288,7 +279,7 @@ class Filling(Replaying):
                 return Packed.of(tensor)
             if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
                 tensor = self.ops.value_of(tensor, "saving it for backward")
-                self.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no `grad_fn`
+                self.ops.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no `grad_fn`
                 holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
@@ -308,10 +299,11 @@ class Filling(Replaying):
                 return kept if kept.shape == tensor.shape else value
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
-            if self.over:
-                return value
             if (kept := holder.value) is None:
-                self._give(holder, tensor, value)
+                self.fill(holder, value)
+                is_buffer = not tensor.requires_grad and value.is_floating_point()
+                if is_buffer and (self.ops is None or self.ops.may_fill()):
+                    self._unfilled_number = sequence_number()
             else:  # the version is that of its own value, which replay's graph need not hold twice
                 holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
             before = self.region.samples.get(position)
@@ -348,14 +340,7 @@ class Filling(Replaying):
             )
         ):
             self.explain(holder, tensor, owner, origin)
-        if not self.over:
-            self._compare_layouts(position, tensor, owner, holder.layout)
-
-    def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        self.fill(holder, value)
-        is_buffer = not tensor.requires_grad and value.is_floating_point()
-        if is_buffer and (self.ops is None or self.ops.may_fill()):
-            self._unfilled_number = sequence_number()
+        self._compare_layouts(position, tensor, owner, holder.layout)
 
     def fill(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder its value."""
@@ -395,8 +380,7 @@ class Filling(Replaying):
     def _starts_over_for(self, error: Exception | None) -> bool:
         """Whether replay starts over, given the exception that left the function."""
         refusal = self._refused()
-        if self.ops is None:
-            return False
+        assert self.ops is not None
         if refusal is None and (self.stopped or error is None):  # an error of ours, or the end
             return self.region.kind is not None and self._is_doubtful() and self.ops.runs_functions()
         if refusal is not None and refusal.source.is_of(self.region):
@@ -476,14 +460,6 @@ class Filling(Replaying):
             is_modified = version_now > version and before() is now() is not None and not self.over
             if is_modified and (known := holder()) is not None and known.metadata[0] != CHANGED:
                 self.fail(modified_since(known))
-
-    def give_name(self, tensor: torch.Tensor, name: str) -> None:
-        """Replay keeps what forward has chosen."""
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
-        if (ops := self.ops_now()) is not None:
-            ops.note_loaded(tensor)
 
     def stop_if_filled(self) -> None:
         """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
