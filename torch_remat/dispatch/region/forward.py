@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
@@ -28,7 +28,6 @@ from torch_remat._compat import (
     keep_from_compiler,
     node_number,
     sequence_number,
-    storage_key,
     top_saved_tensors_hooks,
     untraced,
     without_dispatch_modes,
@@ -443,11 +442,8 @@ class Recording(RematMode):
                     mark_changed(holder)
                 if type(holder) is OpHolder:
                     stays = holder.resident and holder.unpack is None
-                elif made:  # by a function: its result stays, too
-                    is_usual = type(value) is Tensor and value.layout is strided
-                    stays = (storage_key(value) if is_usual else key_of(value)) in made
-                else:
-                    stays = False
+                else:  # what a function made stays, as its result does
+                    stays = bool(made) and key_of(value) in made
                 holder.value = self.alias_of(value) if stays else None
             elif type(entry) is ResidentRef and (resident := entry()) is not None and resident.unpack is not None:
                 resident.value = None

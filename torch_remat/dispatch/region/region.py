@@ -390,12 +390,15 @@ class Region:
         last = self.tape.last_needed()
         if last >= 0:
             self.filling = True
+            replay: Callable[[], None] = partial(self._replay, self, last)
+            if self.keeper is not None:
+                replay = partial(self.keeper.replay, replay)
             try:
                 if torch_function_is_on():
-                    self._fill_up_to(last)
+                    replay()
                 else:
                     with with_torch_function():
-                        self._fill_up_to(last)
+                        replay()
             finally:
                 self.filling = False
         self.replayed_in = graph_task()
@@ -403,12 +406,6 @@ class Region:
             self.release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
-
-    def _fill_up_to(self, last: int) -> None:
-        if self.keeper is None:
-            self._replay(self, last)
-        else:
-            self.keeper.replay(partial(self._replay, self, last))
 
     def release(self) -> None:
         """Drop what only a further replay would need."""
