@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch_remat._compat import graph_is_kept, graph_task, node_number, sequence_number
 from torch_remat.dispatch.options import Begun, Keeping, Options, keeping
-from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.reach import boundary_nodes
 
 
 class Owner(Protocol):
@@ -44,7 +44,7 @@ class PlainRegion:
             output = function(*args, **kwargs)
         finally:
             keeping.reset(token)
-        for node in boundary_nodes(tensors_of(output)):
+        for node in boundary_nodes(output):
             if node_number(node) >= first_number:
                 node.register_prehook(self._reach)
         return output

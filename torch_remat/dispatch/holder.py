@@ -73,7 +73,7 @@ AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
 class Holder:
     """The stand-in for one saved tensor of a region; see NOTE [ Life of a holder ].
 
-    It has no ``__init__``: `Recording.pack` makes one for each saved tensor and sets the fields itself, because a call
+    It has no ``__init__``: `Recording.pack_hook` makes one for each saved tensor and sets its fields, because a call
     here would be a tenth of what a saved tensor costs.
 
     Attributes:
@@ -109,11 +109,6 @@ class Holder:
     def name(self) -> str:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.place_of(self)}"
-
-    def expect_version_of(self, value: torch.Tensor) -> None:
-        """Expect the version of a value that counts its changes for itself."""
-        if self.metadata[0] != CHANGED:
-            self.metadata = (value._version, *self.metadata[1:])
 
 
 Saver = tuple[str, str]  # the call that saves a tensor, and what it calls it

@@ -64,7 +64,7 @@ from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Begun, Keeping, Options, is_watched, keeping, watch
-from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.reach import boundary_nodes
 from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
 from torch_remat.dispatch.region.replay import fill
@@ -389,7 +389,7 @@ class Recording(RematMode):
         """
         if (self.ops is None or not self.region.tape.records) and self.observed is None and self.region.keeper is None:
             return ()
-        return boundary_nodes(tensors_of(output))
+        return boundary_nodes(output)
 
     def finish(self, boundary: Sequence[Node]) -> None:
         """Close forward: see NOTE [ Values till the end ], and forget random state that was not drawn from."""

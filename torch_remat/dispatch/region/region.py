@@ -176,10 +176,12 @@ class Tape:
 
     def last_needed(self) -> int:
         """Return the place of the last live empty holder (-1 if none)."""
-        last = len(self.saved) - 1
-        while last >= 0 and not self.may_need(last, None):
-            last -= 1
-        return last
+        saved = self.saved
+        for place in range(len(saved) - 1, -1, -1):
+            entry = saved[place]
+            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident:
+                return place
+        return -1
 
     def with_parameters(self, place: int) -> int:
         """Return a place, or that of the last of the parameters that follow it within its call, or before the next."""
