@@ -211,7 +211,7 @@ class Recorder(Log):
                     view = (None, None) if leaf is tensor else (holder.layout, leaf.shape)
                     call.waiting = [*call.waiting, new_tuple(Waiting, (ref(holder), place, *view, None))]
                     return True
-        if inputs.contains(owner):
+        if id(owner) in inputs.originals or (inputs.packed and inputs.shares(owner)):
             return False  # the inputs have its memory
         if holder.metadata[0] != tensor._version:
             return False
@@ -235,7 +235,7 @@ class Recorder(Log):
             if is_traceable_wrapper(source) or is_traceable_wrapper(tensor):
                 return False  # a wrapper is no strided view of what it wraps
             base = source if source._base is None else source._base
-            if inputs.contains(base):
+            if inputs.shares(base):
                 return False  # a view without a base, such as a detached one, does
             origin = _origin_of(base, region.first_number)
         waiting = Waiting.of(tensor, holder, place, source, origin)

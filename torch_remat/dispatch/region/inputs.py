@@ -31,7 +31,7 @@ from torch_remat._compat import (
     would_run,
 )
 from torch_remat.dispatch.holder import is_parameter
-from torch_remat.dispatch.keys import keys_of
+from torch_remat.dispatch.keys import key_of, keys_of
 from torch_remat.errors import MutationError
 
 
@@ -185,6 +185,13 @@ class RegionInputs:
         if self._keys is None:
             self._keys = {key for leaf in self.given if isinstance(leaf, Tensor) for key in keys_of(leaf)}
         return key in self._keys
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument or its base, or, under hooks, whether its storage is that of an argument.
+
+        The replay of a region or checkpoint around may have two tensors in place of one, as argument and as variable.
+        """
+        return id(tensor) in self.originals or (self.packed and self.lies_with(key_of(tensor)))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs."""
