@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     Mutant(
         "op of a saved tensor not compared", "mismatch", "dispatch/check/compare.py",
-        "if not loaded and _is_by_another_op(holder, owner):",
+        "if not loaded and _is_by_another_op(region, holder, owner):",
         "if False:",
     ),
     Mutant(
@@ -329,8 +329,8 @@ MUTANTS = (
     ),
     Mutant(
         "values not compared", "mismatch", "dispatch/check/values.py",
-        "    if same:\n        return None",
-        "    return None",
+        "if getattr(holder, \"fingerprint\", value) != value:",
+        "if False:",
     ),
     Mutant(
         "more saved tensors not noticed", "mismatch", "dispatch/region/replay.py",
@@ -496,7 +496,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient through a call in forward let through", "calls", "dispatch/region/region.py",
-        "if op and (self.recorder is None or self.recorder.running() != op):",
+        "if op and (self.running is None or self.running() != op):",
         "if False:",
     ),
     Mutant(
@@ -590,8 +590,8 @@ MUTANTS = (
     ),
     Mutant(
         "mode of the enclosing region lost", "nesting", "dispatch/mode.py",
-        "        finally:\n            _current.set(current)",
-        "        finally:\n            _current.set(None)",
+        "            _current.set(parent)\n",
+        "            _current.set(None)\n",
     ),
     Mutant(
         "ops stay with a native region that is over", "nesting", "dispatch/call/answerer.py",

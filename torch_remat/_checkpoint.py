@@ -63,8 +63,7 @@ def checkpoint(
             drew from it.
         determinism_check: What is compared between forward and replay for each saved tensor. ``"default"``: shape,
             dtype, device, and which op of torch made it, and values of a few small tensors (docs/limits.md);
-            ``"bitwise"``: these and a checksum of all values; a callable
-            ``(tensor) -> value``: that value, by equality, and nothing else; ``"none"``: nothing.
+            ``"bitwise"``: these and a checksum of all values; ``"none"``: nothing.
         early_stop: Whether replay ends as soon as backward has all that it needs.
         debug: Whether an error about differing phases shows the ops of both, with source lines. Every op then
             passes a dispatch mode, which costs microseconds an op.
@@ -307,8 +306,8 @@ def _validate(options: Options, function: str = "checkpoint", form: str = _FORM)
         (options.region_name is None or (isinstance(options.region_name, str) and options.region_name != ""),
          "region_name", "a non-empty string or None"),
         (isinstance(options.preserve_rng_state, bool), "preserve_rng_state", "True or False"),
-        (callable(check) or check in ("default", "none", "bitwise"), "determinism_check",
-         "'default', 'none', 'bitwise' or a callable (tensor) -> value"),
+        (isinstance(check, str) and check in ("default", "none", "bitwise"), "determinism_check",
+         "'default', 'none' or 'bitwise'"),
         (isinstance(options.early_stop, bool), "early_stop", "True or False"),
         (isinstance(options.debug, bool), "debug", "True or False"),
         (isinstance(options.allow_cache_entry_mutation, bool), "allow_cache_entry_mutation", "True or False"),

@@ -462,6 +462,13 @@ class DispatchMode(TorchDispatchMode):
         """
         return self.lets_compiled_code_run or _in_hop_compile()
 
+    @keep_from_compiler
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op: nothing watches."""
+        return op(*args, **(kwargs or {}))
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "__torch_dispatch__" in cls.__dict__:

@@ -43,13 +43,12 @@ Kind = Literal[
     "undecided",
     "refilled",
     "random state",
-    "determinism check",
     "not gone yet",
     "brought back",
 ]
 """Why a tensor is there: replay starts from it; backward needs it; replay needs it; forward holds it until its end
 decides whether anything needs it; a replay has just made it; replay draws its numbers from this state;
-replay's value is compared with it; it is offloaded and is there as well: since it has not left, or since it has come
+it is offloaded and is there as well: since it has not left, or since it has come
 back for a backward that goes on."""
 
 # Besides these kinds: a saved tensor that replay will make, which costs nothing; what replay needs as an
@@ -167,8 +166,6 @@ def _unnamed(region: Region) -> Iterator[Kept]:
                 yield Kept("saved", call.name, call.label(0), holder.value, why="backward", by=call.name)
                 continue
             yield Kept(told[0], "", label, holder.value, why=told[1])
-            if (value := getattr(holder, "fingerprint", None)) is not None:
-                yield Kept("determinism check", "", f"value of {label}", value)
     yield from _of_state(region.rng, "")
 
 

@@ -377,9 +377,7 @@ OTHER = {
 }
 
 
-@pairwise(
-    name=OTHER, style=["auto"], check=["default", "bitwise", "none", torch.sum], where=["caller", "body"], ids=name_of
-)
+@pairwise(name=OTHER, style=["auto"], check=["default", "bitwise", "none"], where=["caller", "body"], ids=name_of)
 def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(name, style, check, where):
     keeper = Kernel(
         "keeper",
@@ -394,7 +392,7 @@ def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(
 
     x = leaf(4)
     loss = checkpointed(block, region_name="block", determinism_check=check)(x).sum()
-    if name == "producer" and check in ("none", torch.sum):
+    if name == "producer" and check == "none":
         loss.backward()  # nothing but what was asked for is compared
         return
     with pytest.raises(remat.MismatchError) as caught:

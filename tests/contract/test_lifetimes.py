@@ -72,7 +72,6 @@ OPTIONS = [
     {"early_stop": False},
     {"preserve_rng_state": False},
     {"determinism_check": "bitwise"},
-    {"determinism_check": lambda t: 0},
     {"debug": True},
     {"region_name": "named"},
 ]

@@ -24,7 +24,7 @@ from torch_remat.dispatch.call.collectives import Collectives
 from torch_remat.dispatch.call.lowering import lower
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import Begun, Keeper, Keeping, Options, keeping
-from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.reach import boundary_nodes
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import UsageError
 from torch_remat.ladders.kinds import Kind
@@ -286,7 +286,7 @@ class PlainRegion:
         """Call its function and return the output, whose graph holds this from now on."""
         first_number = sequence_number()
         output = run_plain(function, args, kwargs)
-        for node in boundary_nodes(tensors_of(output)):
+        for node in boundary_nodes(output):
             if node_number(node) >= first_number:
                 node.register_prehook(self._reach)
         return output

@@ -105,16 +105,16 @@ class RngState:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.
 
         An op may draw and yet leave a generator as it was at the region's start, by seeding it: ``by_ops`` are the
-        states in which ops left those that they drew from.
+        states in which ops left those that they drew from. Other code that does so is not recognized.
         """
         if not by_ops and len(self._states) == 1:
             ((generator, start),) = self._states
-            return _may_have_drawn(start, generator.get_state())
+            return not _equal(start, generator.get_state())
         drawn = {id(generator) for state in by_ops for generator, _ in state._states}
         self._states = [
             (generator, start)
             for generator, start in self._states
-            if _may_have_drawn(start, generator.get_state()) or id(generator) in drawn
+            if not _equal(start, generator.get_state()) or id(generator) in drawn
         ]
         return bool(self._states)
 
@@ -201,14 +201,6 @@ def _default_generators() -> Sequence[torch.Generator]:
 # It holds the interpreter's lock: that takes longer to release than a few kilobytes to compare.
 _memcmp = ctypes.PyDLL(None).memcmp if os.name == "posix" else ctypes.PyDLL("msvcrt").memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _may_have_drawn(start: torch.Tensor, end: torch.Tensor) -> bool:
-    """Whether a region with these states at its start and its end may have drawn.
-
-    One that sets the seed, draws, and ends as it began is not recognized.
-    """
-    return not _equal(start, end)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -20,117 +20,45 @@ NOTE [ Life of a holder ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
-from torch_remat._compat import OF_TRACES, SavedTensorHooks, detached, graph_exec_group, graph_is_kept, untraced
-from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.options import Options
+from torch_remat._compat import OF_TRACES, detached, graph_exec_group, graph_is_kept, untraced
 from torch_remat.errors import MutationError
 
 
-class InputsLike(Protocol):
-    """What lower rooms ask of a region's inputs; see `region.inputs.RegionInputs`."""
-
-    @property
-    def packed(self) -> bool:
-        """Whether saved-tensor hooks around the region hold the tensors."""
-
-    @property
-    def as_given(self) -> bool:
-        """Whether replay gets the tensors with the strides that forward got."""
-
-    def modules(self) -> Sequence[Module]:
-        """Return the modules among the arguments."""
-
-    def was_given(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument of forward, or what one is a view of: replay met it in a closure."""
-
-    def note_histories(self) -> None:
-        """Note which arguments have a `grad_fn`, since replay needs them with one, too."""
-
-
-class TapeLike(Protocol):
-    """What lower rooms ask of a region's tape; see `region.region.Tape`.
-
-    Attributes:
-        others: What was saved and not made; see `region.region.Tape`.
-    """
-
-    others: list[Other]
-
-    @property
-    def saved(self) -> Sequence[object]:
-        """For each saved tensor, what represents it."""
-
-    def position_of(self, holder: Holder) -> int:
-        """Return the place of a live holder."""
-
-    def drawn_by_ops(self) -> Sequence[object]:
-        """Return the states in which ops left the generators that they drew from."""
-
-
-class OutsideLike(Protocol):
-    """What lower rooms ask about what outlives a region; see `region.outside.Outside`."""
-
-    def state_of_ops(self) -> set[int]:
-        """Return the storages of the small buffers that replay starts from as forward found them, under a policy."""
-
-
 class RegionLike(Protocol):
-    """What lower rooms ask of a region; see `region.region.Region`.
+    """What holders ask of their region, whose room is above this one; see `region.region.Region`.
 
     Attributes:
-        options: What the user chose.
-        parameters: The parameters that its function reaches.
-        versions: Their versions at the end of forward.
         finished: Whether forward is over.
         filling: Whether a replay runs.
-        traced: Whether it is itself part of a trace of torch's.
-        rng: The random state, if replay needs it.
-        hooks: The saved-tensor hooks around it.
     """
 
-    options: Options
-    parameters: Sequence[torch.Tensor | None]
-    versions: Sequence[int]
     finished: bool
     filling: bool
-    traced: bool
-    rng: RngState | None
-    hooks: SavedTensorHooks | None
 
     @property
     def name(self) -> str:
         """The name that messages use."""
 
     @property
-    def serial(self) -> int:
-        """Its number among all regions."""
-
-    @property
-    def function(self) -> Callable[..., Any] | None:
-        """What runs in both phases; None once no replay can be needed."""
-
-    @property
-    def inputs(self) -> InputsLike | None:
+    def inputs(self) -> object | None:
         """The arguments; None once no replay can be needed."""
 
-    @property
-    def outside(self) -> OutsideLike | None:
-        """What outlives it and may change."""
-
-    @property
-    def tape(self) -> TapeLike:
-        """What forward noted."""
+    def place_of(self, holder: Holder) -> int:
+        """Return the place of a live holder on the tape."""
 
     def note_gradient(self, op: str | None) -> None:
         """Note a gradient that is taken before forward ends."""
+
+    def note_gradient_of(self, holder: OpHolder) -> None:
+        """Note one that reads what a call has saved."""
 
     def refill(self, holder: Holder) -> torch.Tensor:
         """Return the value of an empty holder, by a replay."""
@@ -142,14 +70,10 @@ CHANGED = -1
 AUTOCAST_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 
-# A holder, the tensor of another maker that was saved, and its version then.
-Other = tuple["ref[Holder]", "ref[torch.Tensor]", int]
-
-
 class Holder:
     """The stand-in for one saved tensor of a region; see NOTE [ Life of a holder ].
 
-    It has no ``__init__``: `Recording.pack` makes one for each saved tensor and sets the fields itself, because a call
+    It has no ``__init__``: `Recording.pack_hook` makes one for each saved tensor and sets its fields, because a call
     here would be a tenth of what a saved tensor costs.
 
     Attributes:
@@ -164,7 +88,7 @@ class Holder:
         plain: The producer, where replay compares metadata, layout and producer and nothing else: an op of the region
             made the tensor, with a gradient, and it is no copy by autocast; or it is an input, or a view of one. Else
             None.
-        fingerprint: The value that the determinism check compares; set only where it compares values.
+        fingerprint: The checksum that ``determinism_check="bitwise"`` compares; set only there.
     """
 
     __slots__ = ("__weakref__", "fingerprint", "layout", "metadata", "origin", "plain", "producer", "region", "value")
@@ -176,7 +100,7 @@ class Holder:
     layout: Layout | None
     producer: type
     plain: type | None
-    fingerprint: Any
+    fingerprint: bytes
 
     op: str | None = None
     resident = False
@@ -184,12 +108,7 @@ class Holder:
     @property
     def name(self) -> str:
         """The holder's place in the region, as error messages name it."""
-        return f"saved tensor {self.region.tape.position_of(self)}"
-
-    def expect_version_of(self, value: torch.Tensor) -> None:
-        """Expect the version of a value that counts its changes for itself."""
-        if self.metadata[0] != CHANGED:
-            self.metadata = (value._version, *self.metadata[1:])
+        return f"saved tensor {self.region.place_of(self)}"
 
 
 Saver = tuple[str, str]  # the call that saves a tensor, and what it calls it
@@ -318,9 +237,7 @@ def read(packed: Any) -> Any:
         if type(packed) in OF_TRACES:
             return packed
         if not packed.region.finished:
-            region = packed.region  # what is on the tape was saved by an op that replay runs
-            is_of_call = not any(type(entry) is ResidentRef and entry() is packed for entry in region.tape.saved)
-            region.note_gradient(packed.op if is_of_call else "")
+            packed.region.note_gradient_of(packed)
         if packed.unpack is not None and packed.value is None:
             with torch.no_grad():
                 return packed.unpack(packed.packed)

@@ -54,8 +54,9 @@ from torch_remat._compat import (
     push_region_hooks,
     run_fsdp_in,
 )
-from torch_remat.dispatch.holder import Holder, RegionLike, TapeLike
+from torch_remat.dispatch.holder import Holder
 from torch_remat.dispatch.options import Watch
+from torch_remat.dispatch.region.region import Region, Tape
 from torch_remat.errors import Carried
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class RematMode(DispatchMode):
     """
 
     # No `__init__`: `DispatchMode` sets up its own state when it is entered, which a plain region never does.
-    region: RegionLike  # a `Region`, as each phase says
+    region: Region
     replaying: bool
     parent: RematMode | None = None
     ops: Ops | None = None
@@ -135,7 +136,7 @@ class RematMode(DispatchMode):
         """Whether each aten op that comes now is answered from the log. Placeholders ask, which are below this room."""
         return self.replaying and self.watcher is not None and getattr(self.ops, "ops", None) is not None
 
-    def is_in(self, region: RegionLike) -> bool:
+    def is_in(self, region: Region) -> bool:
         """Whether this phase belongs to a region, or is inside one of its phases."""
         return self.region is region or (self.parent is not None and self.parent.is_in(region))
 
@@ -269,7 +270,7 @@ class RematMode(DispatchMode):
         return self.run_native(own, policy, function, args, kwargs, is_native=False)
 
     @abstractmethod
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Take, at the end of an inner region's forward, what that saved and did not make."""
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
@@ -277,9 +278,8 @@ class RematMode(DispatchMode):
         if self.observed is not None:
             self.observed.name_saved(named)
 
-    @abstractmethod
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
-        """Give a tensor a name by hand, by which the region's policy can save it."""
+        """Give a tensor a name by hand, by which forward's policy can save it; replay keeps what forward has chosen."""
 
     def watched(
         self, watcher: Handler, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -297,7 +297,7 @@ class RematMode(DispatchMode):
                 finally:
                     pop_mode(self, before)
             if self.lets_compiled_code_run:
-                with _Uncompiled():
+                with DispatchMode():  # compiled code runs as it is written, where something watches its ops inside
                     return self.user_code(function, args, kwargs)
             return self.user_code(function, args, kwargs)
         finally:
@@ -336,12 +336,6 @@ class RematMode(DispatchMode):
             if is_hidden:
                 self._show()
 
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run the op: nothing watches."""
-        return op(*args, **(kwargs or {}))
-
 
 class Replaying(RematMode):
     """What lower rooms ask of a replay; see `region.replay.Filling`.
@@ -357,14 +351,6 @@ class Replaying(RematMode):
     position = 0
 
     @abstractmethod
-    def replay(self) -> None:
-        """Run the function as far as it is needed; the caller holds the region's lock."""
-
-    @abstractmethod
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
-
-    @abstractmethod
     def fill(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder its value."""
 
@@ -377,39 +363,15 @@ class Replaying(RematMode):
         """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
 
     @abstractmethod
-    def stop(self) -> NoReturn:
-        """End the replay; see NOTE [ How a replay ends ]."""
-
-    @abstractmethod
     def fail(self, error: Exception) -> NoReturn:
         """Keep an error and end the replay with it."""
 
 
 @contextmanager
-def unseen(region: RegionLike | None = None) -> Iterator[None]:
-    """Show no op to the modes of a region and of those in it, by default of any: what runs inside is no part.
-
-    Nor has what has a name there to do with the region, if there is one.
-    """
+def unseen() -> Iterator[None]:
+    """Show no op to the modes of regions: what runs inside is no part of any."""
     with ExitStack() as stack:
         for mode in active_modes():
-            if isinstance(mode, RematMode) and (region is None or mode.is_in(region)):
+            if isinstance(mode, RematMode):
                 stack.enter_context(mode.unwatched())
-        current = outside = _current.get()
-        while region is not None and outside is not None and outside.is_in(region):
-            outside = outside.parent
-        _current.set(outside)
-        try:
-            yield
-        finally:
-            _current.set(current)
-
-
-class _Uncompiled(DispatchMode):
-    """Has compiled code run as it is written, where something watches its ops inside of what lets it run compiled."""
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run the op."""
-        return op(*args, **(kwargs or {}))
+        yield

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch_remat.policies.policy import ChoosesModules, ChoosesRungs, KeptFunctions, OpPolicy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-DeterminismCheck = Literal["default", "bitwise", "none"] | Callable[[torch.Tensor], Any]
+DeterminismCheck = Literal["default", "bitwise", "none"]
 
 
 class OpLog(Protocol):

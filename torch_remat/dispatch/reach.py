@@ -179,15 +179,8 @@ def _walk(found: Reached, values: list[Any]) -> None:
             values.append(value.__wrapped__)
         elif id(value) in owners:  # an object that is called, or has the method
             seen.add(id(value))
-            values.append(_Attributes(getattr(value, "__dict__", {})))
-        elif kind is _Attributes:
-            values += _held(found, value.of, value.of.items())
-
-
-class _Attributes(NamedTuple):
-    """The attributes of an object that runs: all of them are looked at."""
-
-    of: dict[str, Any]
+            attributes = getattr(value, "__dict__", {})
+            values += _held(found, attributes, attributes.items())
 
 
 def _of_function(found: Reached, function: FunctionType) -> list[Any]:
@@ -339,19 +332,18 @@ _CONTAINERS = frozenset((list, tuple, dict))
 _NOT_LOOKED_INTO = (Module, type, FunctionType, ModuleType)
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a region's output, each as often as it occurs outside of containers that occur twice."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    tensors = []
+def boundary_nodes(output: Any) -> list[torch.autograd.graph.Node]:
+    """Return the autograd nodes of the tensors of a region's output, each once."""
+    nodes: dict[torch.autograd.graph.Node, None] = {}
     todo, seen = [output], set()
     for value in todo:  # grows meanwhile
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
+            if (node := node_of(value)) is not None:
+                nodes[node] = None
         elif id(value) not in seen:
             seen.add(id(value))
             todo += _parts_of(value)
-    return tensors
+    return list(nodes)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -370,11 +362,6 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return ()
     attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
     return attributes.values()
-
-
-def boundary_nodes(tensors: list[torch.Tensor]) -> list[torch.autograd.graph.Node]:
-    """Return the autograd nodes of the outputs, each once."""
-    return list(dict.fromkeys(node for tensor in tensors if (node := node_of(tensor)) is not None))
 
 
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:

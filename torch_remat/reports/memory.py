@@ -126,7 +126,7 @@ class MemoryReport(Report, Pictured, Sums):
 _PARTS: tuple[tuple[str, str, str, tuple[Kind, ...]], ...] = (
     ("inputs", LIGHT, "", ("input",)),
     ("saved by name", GREY, "", ("saved",)),
-    ("kept for replay", "white", "////", ("kept for replay", "undecided", "determinism check")),
+    ("kept for replay", "white", "////", ("kept for replay", "undecided")),
     ("made by replay", "white", "....", ("refilled",)),
     ("offloaded, but here too", LIGHT, "||||", ("not gone yet", "brought back")),
     ("random state", INK, "", ("random state",)),

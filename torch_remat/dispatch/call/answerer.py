@@ -33,8 +33,7 @@ from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.entry import NOTHING, Call, Given, Waiting
 from torch_remat.dispatch.call.handle import SKIPPED, RematHandle
 from torch_remat.dispatch.call.result import SAME, Again, Passed, flatten, identity_of, is_flat
-from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, mismatched, other_source
-from torch_remat.dispatch.check.unread import Unreadable
+from torch_remat.dispatch.check.compare import SAME_ORDER, another_op, other_source
 from torch_remat.dispatch.holder import metadata_of, parameter_behind
 from torch_remat.dispatch.keys import dense_layout, keys_of, layout_of
 from torch_remat.dispatch.mode import Replaying
@@ -43,6 +42,7 @@ from torch_remat.dispatch.ops.entry import ONE, Entry, still_there
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, stand_in
 from torch_remat.dispatch.placeholder import Placeholder, Refusal, Source, is_of_placeholders, new_tuple, refuse
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
+from torch_remat.dispatch.region.outside import Unreadable
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import (
@@ -216,7 +216,7 @@ class Answerer:
         value = form.view.value(source, form.has_history) if isinstance(source, torch.Tensor) else None
         if value is None:
             what = "the base of a returned view has another layout in replay"
-            raise mismatched(self.region, what, SAME, op=call.name)
+            raise self.region.mismatch(what, SAME, op=call.name)
         if not form.is_view:  # a detached alias; or of unsafe_split, whose results may be modified in place
             value = same_memory(value) if form.has_history else value.detach()
             self.note_loaded(value)
@@ -282,7 +282,7 @@ class Answerer:
         same = identity_of(function) == call.function
         if not same or (dense_layout(leaves) if flat else layout_of(leaves, {})) != call.layout:
             how = "with tensors of different shapes or strides" if same else "with a different function"
-            self.replay.fail(mismatched(self.region, f"replay made this call {how}", SAME, op=call.name))
+            self.replay.fail(self.region.mismatch(f"replay made this call {how}", SAME, op=call.name))
         given = Given(function, leaves)
         if call.run and self._runs(call, given):
             if self.ops is not None:
@@ -386,7 +386,7 @@ class Answerer:
             return
         if replay.position != call.start:
             what = f"replay saved {replay.position} tensors before this call, but forward {call.start}"
-            replay.fail(mismatched(self.region, what, SAME_ORDER, op=call.name))
+            replay.fail(self.region.mismatch(what, SAME_ORDER, op=call.name))
         replay.position = call.end
         if call.waiting:
             self._fill_waiting(call, leaves, given)
@@ -590,7 +590,7 @@ class Answerer:
     def check_passed(self, last: int) -> None:
         """Raise if a call has not come that had begun in forward before the tensor at a place was saved."""
         if self.begun < len(self._calls) and (missing := self._calls[self.begun]).start <= last:
-            raise mismatched(self.region, "forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
+            raise self.region.mismatch("forward ran this op, but replay did not", SAME_ORDER, op=missing.name)
 
     def forget(self) -> None:
         """Release at the end of the replay what placeholders that outlive it may refer to."""
@@ -687,7 +687,7 @@ class SkippedOp(ReplayOp):
         ops = self.ops
         if not self._again:
             what = "this op raised an exception in forward but returned in replay"
-            ops.replay.fail(mismatched(ops.region, what, SAME_ORDER, op=self.call.name))
+            ops.replay.fail(ops.region.mismatch(what, SAME_ORDER, op=self.call.name))
         if ops.whole is self.call:
             ops.end_body()
         if self.call.drawn is not None:

@@ -46,12 +46,10 @@ from torch_remat.dispatch.call.result import (
     refused,
     state_of,
 )
-from torch_remat.dispatch.holder import (
-    RegionLike,
-)
 from torch_remat.dispatch.keys import DENSE, USUAL, key_of, keys_of, layout_of, tensors_in, version_of
 from torch_remat.dispatch.ops.meta import Meta, WrapperMeta, described
 from torch_remat.dispatch.region.inputs import leaves_of
+from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import UsageError
 
@@ -246,7 +244,7 @@ class RunningCall(Running):
             ops.note_writes(self)
 
 
-def cannot_be_skipped(region: RegionLike, call: Call, why: str, remedy: str) -> UsageError:
+def cannot_be_skipped(region: Region, call: Call, why: str, remedy: str) -> UsageError:
     """Return the error about a call that has effects on its region other than its result."""
     return UsageError(
         f"replay cannot skip this call: {why}",
@@ -261,7 +259,7 @@ def _leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     return args if is_flat(args, kwargs) else leaves_of(args, kwargs)
 
 
-def refuse_gradient(region: RegionLike, name: str, first: int, leaves: Sequence[Any]) -> None:
+def refuse_gradient(region: Region, name: str, first: int, leaves: Sequence[Any]) -> None:
     """Refuse a gradient inside of the region's forward through a call's result, where no saved tensor shows it."""
     for leaf in leaves:
         node = leaf.grad_fn if type(leaf) is torch.Tensor and leaf._base is None else node_behind(leaf)

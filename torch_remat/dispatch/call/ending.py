@@ -18,9 +18,10 @@ from torch_remat.dispatch.call.call import cannot_be_skipped
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.result import call_left_by_a_tensor, defined_at, identity_of, readers_in
-from torch_remat.dispatch.holder import RegionLike, value_behind
+from torch_remat.dispatch.holder import value_behind
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.ops.needs import early_reads, find_needs
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, qualified_name, user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -187,12 +188,12 @@ def check_whole(log: Recorder, call: Call) -> None:
         raise error
 
 
-def promise(region: RegionLike) -> str:
+def promise(region: Region) -> str:
     """Return what a warning of a second run promises: without random state it may draw other numbers."""
     return "The gradients are right. " if region.options.preserve_rng_state else ""
 
 
-def warn_of_second_run(region: RegionLike, call: Call) -> UsageError | None:
+def warn_of_second_run(region: Region, call: Call) -> UsageError | None:
     """Warn, once for each place where one is defined, of a call that replay runs whole; return why it must not."""
     if call.wrote:
         what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"

@@ -78,7 +78,7 @@ class Recorder(Log):
 
     def __init__(self, forward: RematMode, region: OpenRegion) -> None:
         super().__init__(forward, region)
-        region.recorder = self
+        region.running = self.running
         self.watch: OpRecorder | None = None
         self.left: list[Left] = []
         self.pointed: dict[int, StorageWeakRef | None] = {}  # whose references keep addresses from coming again
@@ -389,7 +389,7 @@ class Recorder(Log):
 
     def forget(self) -> None:
         """Let go of what an exception has left open, and of the graph."""
-        self.region.recorder = self.watch = None
+        self.region.running = self.watch = None
         self.opened, self.left, self.calling = [], [], None
         self.by_handles, self.known = {}, []
         self.saving = self.given = None

@@ -3,16 +3,6 @@
 In: a holder and replay's tensor for it, where a quick look found a difference; or what else replay did otherwise. Kept:
 nothing. Out: an error, or None where the difference is harmless. With ``debug=True`` a `MismatchError` shows the ops of
 both phases side by side.
-
-NOTE [ Ops of inner regions ]
-1. The replay of a region runs the forward of the inner regions again. What their ops keep then goes, by position, into
-   the holders of what they kept before: if the ops differed, a holder would get the tensor of another op.
-2. So an op that begins in the forward of a region is noted on the tape of each enclosing region that is in forward too,
-   outwards up to one that is replayed. That one compares it with the next that it has noted.
-3. Early stop may end the replay inside an inner region. An op that is missing before that point shows in the number of
-   saved tensors.
-4. An enclosing region whose replay will not come here, because the body of one of its SAVE ops runs, notes nothing; nor
-   does it compare what runs again for the sake of a placeholder.
 """
 
 from __future__ import annotations
@@ -32,23 +22,18 @@ from torch_remat.dispatch.holder import (
     Holder,
     Layout,
     OpHolder,
-    RegionLike,
     is_parameter,
     layout_of,
     metadata_of,
 )
 from torch_remat.dispatch.keys import parts_of
-from torch_remat.dispatch.placeholder import Placeholder, refuse
+from torch_remat.dispatch.placeholder import Placeholder
 from torch_remat.dispatch.reach import reach
+from torch_remat.dispatch.region.region import SAME_OPS, Region
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 from torch_remat.policies.decision import CheckpointPolicy
 
 _COMPARING = ("default", "bitwise")
-SAME_OPS = (
-    "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "
-    "module attribute, train/eval, a global), for random numbers from a source that torch does not know, and for "
-    "branches on data."
-)
 SAME_ORDER = (
     "The ops of a region must have the same names and policies in the same order in both phases: derive names from the "
     "code's structure, not from counters or other state."
@@ -60,22 +45,6 @@ REPLACED = (
 )
 
 
-def mismatched(
-    region: RegionLike, what: str, remedy: str, tensor: str | None = None, op: str | None = None
-) -> MismatchError:
-    """Return the error, with both phases' ops if the region recorded them."""
-    if (op_log := region.options.op_log) is None:
-        remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
-    else:
-        remedy += "\n" + op_log.side_by_side(region)
-    return MismatchError(what, region=region.name, op=op, tensor=tensor, remedy=remedy)
-
-
-def differs_at(region: RegionLike, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
-    """Return the error about what replay saves, or does not save, at the position of a holder of forward."""
-    return mismatched(region, what, remedy, holder.name, holder.op)
-
-
 def described(tensor: torch.Tensor | Holder) -> str:
     """Return shape, dtype and device of a tensor, or of what forward saved, as messages show them."""
     _, shape, dtype, device = tensor.metadata if isinstance(tensor, Holder) else metadata_of(tensor)
@@ -83,7 +52,7 @@ def described(tensor: torch.Tensor | Holder) -> str:
 
 
 def another_op(
-    region: RegionLike,
+    region: Region,
     name: str,
     policy: CheckpointPolicy,
     expected: Call | None,
@@ -98,18 +67,18 @@ def another_op(
         what = f"{replay} runs this op{place}, but forward ran {expected.name!r}"
     else:
         what = f"{replay} runs this op{place}, but forward did not"
-    return mismatched(region, what, SAME_ORDER, op=name)
+    return region.mismatch(what, SAME_ORDER, op=name)
 
 
-def other_source(region: RegionLike, holder: OpHolder, tensor: Any) -> MismatchError:
+def other_source(region: Region, holder: OpHolder, tensor: Any) -> MismatchError:
     """Return the error about a SAVE op's input of which the op saved a view in forward."""
     found = described(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
     found += f" in replay{at_user_line()}, from which that tensor cannot be taken"
-    return differs_at(region, holder, f"forward saved {described(holder)} here, but the op gets {found}")
+    return region.differs_at(holder, f"forward saved {described(holder)} here, but the op gets {found}")
 
 
 def another_parameter(
-    region: RegionLike, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
+    region: Region, place: str, op: str | None, parameter: torch.Tensor | None, tensor: torch.Tensor
 ) -> MismatchError:
     """Return the error about a parameter, or another tensor created outside the region, that forward did not use."""
     owner = tensor if tensor._base is None else tensor._base
@@ -121,10 +90,10 @@ def another_parameter(
     else:
         now, remedy = f"used another one, {described(tensor)}", REPLACED
     what = f"forward used {used} created outside the region here, but replay {now}"
-    return mismatched(region, f"{what}{at_user_line()}", remedy, place, op)
+    return region.mismatch(f"{what}{at_user_line()}", remedy, place, op)
 
 
-def _named(region: RegionLike, parameter: torch.Tensor) -> str:
+def _named(region: Region, parameter: torch.Tensor) -> str:
     """Return what an error calls a parameter, with its name if a module that the function reaches has it."""
     kind = "parameter" if is_parameter(parameter) else "leaf"
     inputs = region.inputs
@@ -137,15 +106,16 @@ def _named(region: RegionLike, parameter: torch.Tensor) -> str:
     return f"{kind} "
 
 
-def saved_otherwise(region: RegionLike, replayed: int, missing: Holder | None = None) -> MismatchError:
+def saved_otherwise(region: Region, replayed: int, missing: Holder | None = None) -> MismatchError:
     """Return the error about a replay that saved fewer tensors than forward, or, run to its end, more."""
     what = f"replay saved {replayed} tensor{'s' * (replayed != 1)} where forward saved {len(region.tape.saved)}"
     if missing is None:
-        return mismatched(region, what, SAME_OPS)
-    return differs_at(region, missing, f"{what}; the first missing tensor is {described(missing)}")
+        return region.mismatch(what, SAME_OPS)
+    return region.differs_at(missing, f"{what}; the first missing tensor is {described(missing)}")
 
 
 def what_differs(
+    region: Region,
     holder: Holder,
     tensor: torch.Tensor,
     owner: torch.Tensor,
@@ -156,6 +126,7 @@ def what_differs(
     """Return the error about a difference between forward and replay, if there is one.
 
     Args:
+        region: The region.
         holder: What forward knows of the tensor. Where hooks around the region count versions anew, its version is set.
         tensor: What replay saves.
         owner: The tensor that it is a view of, or itself.
@@ -164,9 +135,6 @@ def what_differs(
         same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
             ``F.linear``, may modify a tensor in place in one phase and return a new one in the other.
     """
-    region = holder.region
-    if isinstance(owner, Placeholder) and owner.source.is_of(region):
-        refuse(owner.source, "saving it for backward")
     version, *metadata = holder.metadata
     if version == CHANGED:
         return None  # an error if backward reads it, as in plain autograd
@@ -175,11 +143,11 @@ def what_differs(
     if region.options.determinism_check in _COMPARING:
         if metadata != [tensor.shape, tensor.dtype, tensor.device]:
             what = f"forward saved {described(holder)} here, but replay saved {described(tensor)}{at_user_line()}"
-            return differs_at(region, holder, what)
-        if not loaded and _is_by_another_op(holder, owner):
+            return region.differs_at(holder, what)
+        if not loaded and _is_by_another_op(region, holder, owner):
             before, now = _op_behind(holder.producer), _op_behind(type(owner.grad_fn))
             what = f"forward saved {described(holder)} made by {before} here, but replay saved one made by {now}"
-            return differs_at(region, holder, f"{what}{at_user_line()}")
+            return region.differs_at(holder, f"{what}{at_user_line()}")
     if version != tensor._version:
         # Inputs that hooks around the region restored may count their versions anew, and so does what was kept for
         # replay where its changes are allowed.
@@ -187,7 +155,7 @@ def what_differs(
         if not (
             (region.options.allow_cache_entry_mutation and made_inside)
             or (not same_modes and _is_new(holder, tensor))
-            or (region.inputs is not None and region.inputs.packed and not _is_the_same(holder, owner))
+            or (region.inputs is not None and region.inputs.packed and not _is_the_same(region, holder, owner))
         ):
             return modified_since(holder)
         holder.metadata = (tensor._version, *holder.metadata[1:])
@@ -207,9 +175,9 @@ def modified_since(holder: Holder) -> MutationError:
     )
 
 
-def _is_the_same(holder: Holder, owner: torch.Tensor) -> bool:
+def _is_the_same(region: Region, holder: Holder, owner: torch.Tensor) -> bool:
     """Whether a tensor that forward saved and did not make is the very one of replay, which counts its own versions."""
-    return any(entry() is holder and known() is owner for entry, known, _ in holder.region.tape.others)
+    return any(entry() is holder and known() is owner for entry, known, _ in region.tape.others)
 
 
 def _is_new(holder: Holder, tensor: torch.Tensor) -> bool:
@@ -262,7 +230,7 @@ def _have_equal_values(before: torch.Tensor, now: torch.Tensor) -> bool:
     )
 
 
-def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
+def _is_by_another_op(region: Region, holder: Holder, owner: torch.Tensor) -> bool:
     """Whether a tensor was made by another op than in forward; only ops of torch itself are compared.
 
     Hooks of wrappers such as FSDP pass tensors through Functions of their own in one phase and not in the other.
@@ -272,7 +240,7 @@ def _is_by_another_op(holder: Holder, owner: torch.Tensor) -> bool:
         return False
     if {kind.__name__ for kind in kinds} == _RESHAPES:
         return False
-    inputs = holder.region.inputs
+    inputs = region.inputs
     if holder.producer is not NoneType or inputs is None or type(owner) is not torch.Tensor:
         return True
     return not inputs.was_given(owner)
@@ -287,7 +255,7 @@ def _op_behind(node: type) -> str:
 
 
 def lies_otherwise(
-    region: RegionLike, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
+    region: Region, position: int, tensor: torch.Tensor, owner: torch.Tensor, before: Layout | None
 ) -> RematError | None:
     """Return the error about a view whose placement in its base differs from forward, if it does.
 
@@ -313,4 +281,4 @@ def lies_otherwise(
         for layout in (before, now)
     )
     what = f"forward saved {forward} here, but replay saved {replay}{at_user_line()}"
-    return mismatched(region, what, SAME_OPS, f"saved tensor {position}")
+    return region.mismatch(what, SAME_OPS, f"saved tensor {position}")

@@ -25,15 +25,16 @@ import ctypes
 from collections.abc import Callable, Sequence
 from sys import getrefcount
 from types import NoneType
-from typing import Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from torch_remat._compat import without_dispatch_modes
-from torch_remat.dispatch.check.compare import SAME_OPS, described, differs_at
-from torch_remat.dispatch.holder import Holder, RegionLike
+from torch_remat.dispatch.check.compare import described
+from torch_remat.dispatch.holder import Holder
+from torch_remat.dispatch.region.inputs import RegionInputs
+from torch_remat.dispatch.region.region import SAME_OPS, Region
 from torch_remat.errors import MismatchError
 
 SAMPLE_BYTES = 4096
@@ -41,13 +42,6 @@ _MOST = 16  # carriers of a region
 _FIRST = 1000  # regions of a process
 _LAST = 16  # among so many saved tensors the last one with data is looked for
 _TOLERANCE = 16  # times the precision of a dtype, relative to the largest value
-
-
-class Contains(Protocol):
-    """What the samples ask of the inputs of a region whose forward ends."""
-
-    def contains(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an argument, or one that an argument is a view of."""
 
 
 def _references_of_results() -> int:
@@ -123,7 +117,7 @@ def samples_of_carriers(
     return samples
 
 
-def last_sample(saved: Sequence[object], carriers: Sequence[int], inputs: Contains) -> tuple[int, bytes] | None:
+def last_sample(saved: Sequence[object], carriers: Sequence[int], inputs: RegionInputs) -> tuple[int, bytes] | None:
     """Return a sample of the last saved tensor that the region has made, with its place; see NOTE [ Samples ]."""
     for place in range(len(saved) - 1, max(len(saved) - _LAST, 0) - 1, -1):
         holder = _holder_of(saved[place])
@@ -139,7 +133,7 @@ def last_sample(saved: Sequence[object], carriers: Sequence[int], inputs: Contai
     return None
 
 
-def _has_no_gaps(saved: Sequence[object], place: int, owner: Tensor, inputs: Contains) -> bool:
+def _has_no_gaps(saved: Sequence[object], place: int, owner: Tensor, inputs: RegionInputs) -> bool:
     """Whether a saved tensor without a `grad_fn` is no input, and surely written as a whole.
 
     The noise of `F.rrelu` is not in evaluation, nor a table of `F.ctc_loss`: their neighbours show which these are.
@@ -192,7 +186,7 @@ def _values(sample: bytes, dtype: torch.dtype) -> Tensor:
     return values.to(torch.complex128 if dtype.is_complex else torch.float64)
 
 
-def other_values(region: RegionLike, holder: Holder, before: bytes, place: str) -> MismatchError:
+def other_values(region: Region, holder: Holder, before: bytes, place: str) -> MismatchError:
     """Return the error about a saved tensor that has other values in replay.
 
     Args:
@@ -213,4 +207,4 @@ def other_values(region: RegionLike, holder: Holder, before: bytes, place: str) 
     else:
         what += "; something before it changed: a number, a tensor, a probability"
     remedy = SAME_OPS + ' determinism_check="bitwise" finds the first tensor that differs; "none" compares no values.'
-    return differs_at(region, holder, what, remedy)
+    return region.differs_at(holder, what, remedy)

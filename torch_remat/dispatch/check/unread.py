@@ -13,7 +13,7 @@ elsewhere is not an error. The mode is on the stack only in a replay that must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter, is_
@@ -24,21 +24,17 @@ from torch.nn import Parameter
 
 from torch_remat._compat import CompiledCode, DispatchMode, is_wrapper_of_fsdp1
 from torch_remat.dispatch.check.compare import REPLACED, described
-from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.keys import key_of, keys_of, tensors_in
 from torch_remat.dispatch.ops.entry import written_arguments
 from torch_remat.dispatch.ops.schema import WRITES_WITHOUT_SAYING, Effects, effects_of
 from torch_remat.dispatch.reach import Reached, reach
+from torch_remat.dispatch.region.outside import MakeErrorOf, Unreadable
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
 
 MakeError = Callable[[], RematError]
-MakeErrorOf = Callable[[torch.Tensor], RematError]  # of the tensor that is read
 # What writes all of its first argument, whatever was there.
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_"))
-# Storages, as `key_of` names them; how many names must have begun in a replay before they may be read; whether an op
-# that overwrites all of one makes it right; whether one is another since forward ended, so that a saved tensor is
-# wrong, too; and the error.
-Unreadable = tuple[Collection[int], float, bool, bool, MakeErrorOf]
 
 
 class Unread(DispatchMode):
@@ -163,7 +159,7 @@ def give_flags(tensors: Sequence[torch.Tensor | None], flags: Sequence[bool | No
     return before
 
 
-def check_parameters(region: RegionLike) -> dict[int, MakeError]:
+def check_parameters(region: Region) -> dict[int, MakeError]:
     """Compare the parameters with those of forward, at the start of a replay.
 
     Returns:
@@ -207,13 +203,13 @@ def _leaves(parameters: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor 
     return [one for one in parameters if one is None or one.is_leaf]
 
 
-def _reached(region: RegionLike, parameters_alone: bool = False) -> Reached:
+def _reached(region: Region, parameters_alone: bool = False) -> Reached:
     assert region.function is not None
     assert region.inputs is not None
     return reach(region.function, region.inputs.modules(), parameters_alone)
 
 
-def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> str:
+def _name_of(region: Region, place: int, parameter: torch.Tensor | None) -> str:
     """Return what an error calls a parameter: its place, and its name in the module that has it, if one has."""
     for module in _reached(region).modules:
         for name, other in module.named_parameters():
@@ -222,7 +218,7 @@ def _name_of(region: RegionLike, place: int, parameter: torch.Tensor | None) -> 
     return f"parameter {place}"
 
 
-def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
+def _replaced(region: Region, place: int, one: torch.Tensor | None, other: torch.Tensor | None) -> RematError:
     before, now = ("none" if it is None else described(it) for it in (one, other))
     how = f"{now}, with other values" if before == now else f"{before}, then {now}"
     reader = "" if other is None else f", and replay reads the new one{at_user_line()}"
@@ -230,7 +226,7 @@ def _replaced(region: RegionLike, place: int, one: torch.Tensor | None, other: t
     return MismatchError(what, region=region.name, tensor=_name_of(region, place, other), remedy=REPLACED)
 
 
-def _changed(region: RegionLike, place: int, parameter: torch.Tensor) -> RematError:
+def _changed(region: Region, place: int, parameter: torch.Tensor) -> RematError:
     return MutationError(
         f"this parameter, {described(parameter)}, was modified in place since forward, and replay reads it"
         f"{at_user_line()}",

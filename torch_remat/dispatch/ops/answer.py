@@ -19,8 +19,6 @@ import optree
 import torch
 
 from torch_remat._compat import Handler, count_of_modes, keep_from_compiler, set_version
-from torch_remat.dispatch.check.compare import mismatched
-from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.keys import (
     dense_layout,
     has_placeholder,
@@ -36,6 +34,7 @@ from torch_remat.dispatch.ops.entry import ONE, VIEW, WRITTEN, Entry, is_bookkee
 from torch_remat.dispatch.ops.meta import Given, GivenView, Meta, Raised, WrapperMeta, stand_in, view_of
 from torch_remat.dispatch.ops.schema import Effects, argument, effects_of, without_statistics
 from torch_remat.dispatch.placeholder import Placeholder, Source, geometry_of, mapped, new_tuple, refuse, reshape
+from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import MismatchError, at_user_line
 from torch_remat.offload.transfer import Placement
@@ -437,28 +436,27 @@ _SAME_OPS = (
 )
 
 
-def another_op(region: RegionLike, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
+def another_op(region: Region, group: str | None, at: int, entries: Sequence[Entry], ran: Any) -> MismatchError:
     """Return the error about an op that is not the one that forward ran at its place."""
     entry = entries[at] if at < len(entries) else None
     if entry is not None and entry.is_call:
         what = "forward ran this op, but replay"
-        return mismatched(region, f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.group)
+        return region.mismatch(f"{what} ran {ran}{at_user_line()}", _SAME_OPS, op=entry.group)
     expected = "no further op" if entry is None else str(entry.op)
     found = "ran no further op" if ran is None else f"ran {ran}{at_user_line()}"
-    return mismatched(
-        region, f"the ops differ from op {at} on: forward ran {expected}, replay {found}", _SAME_OPS, op=group
+    return region.mismatch(
+        f"the ops differ from op {at} on: forward ran {expected}, replay {found}", _SAME_OPS, op=group
     )
 
 
 def other_arguments(
-    region: RegionLike, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]
+    region: Region, at: int, entry: Entry, forward: Sequence[Any], replay: Sequence[Any]
 ) -> MismatchError:
     """Return the error about an op that gets other tensors than in forward."""
     shown = [
         ", ".join(f"{tuple(shape)} with strides {strides}" for shape, strides in side) for side in (forward, replay)
     ]
-    return mismatched(
-        region,
+    return region.mismatch(
         f"op {at}, {entry.op}, got tensors of {shown[0]} in forward, but of {shown[1]} in replay{at_user_line()}",
         _SAME_OPS,
         tensor=entry.label(0),

@@ -15,7 +15,6 @@ import torch
 from torch_remat._compat import CompiledCode, Handler, count_of_modes, in_autocast, keep_from_compiler
 from torch_remat.dispatch.ambient import RngState
 from torch_remat.dispatch.call.log import Log
-from torch_remat.dispatch.holder import RegionLike
 from torch_remat.dispatch.keys import USUAL, layout_of, tensors_in
 from torch_remat.dispatch.naming import ModulePath
 from torch_remat.dispatch.ops.entry import (
@@ -33,6 +32,7 @@ from torch_remat.dispatch.ops.entry import (
 )
 from torch_remat.dispatch.ops.meta import Raised, described, described_higher, leaves_of_result, unboxed
 from torch_remat.dispatch.ops.storages import Storages
+from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import PolicyError
 from torch_remat.policies.decision import RECOMPUTED, Decision
 from torch_remat.policies.nothing import is_new, note_first
@@ -309,7 +309,7 @@ def note_odd(storages: Storages, entry: Entry, args: Sequence[Any], kwargs: Mapp
     storages.note(entry, args, kwargs, result)
 
 
-def keep_random(region: RegionLike, random: Sequence[Entry]) -> None:
+def keep_random(region: Region, random: Sequence[Entry]) -> None:
     """Keep the generators' states from the first op on that replay skips, and none if replay draws nothing."""
     any_skipped = False
     for entry in random:

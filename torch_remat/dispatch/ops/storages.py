@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from torch_remat._compat import storage_key, with_shared_versions
-from torch_remat.dispatch.holder import OutsideLike
 from torch_remat.dispatch.keys import USUAL, key_of, keys_of, parts_of, tensors_in, version_of
 from torch_remat.dispatch.ops.entry import LEFT, SEVERAL, VIEW, WRITTEN, Entry
 from torch_remat.dispatch.ops.meta import Given, GivenView, Meta
 from torch_remat.dispatch.ops.schema import LIFT
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
+from torch_remat.dispatch.region.outside import Outside
 
 _VALUES = frozenset((int, float, bool, complex, type(None), torch.dtype, torch.device))
 
@@ -52,7 +52,7 @@ class Storages:
             outside, unless an entry has written them.
     """
 
-    def __init__(self, nested: bool, outside: OutsideLike | None) -> None:
+    def __init__(self, nested: bool, outside: Outside | None) -> None:
         self._nested = nested  # in hooks, which may be those of another region
         self._outside = outside
         self._state: set[int] | None = None  # the small buffers, once an entry has written what is from outside

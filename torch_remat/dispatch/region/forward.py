@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
@@ -28,13 +28,11 @@ from torch_remat._compat import (
     keep_from_compiler,
     node_number,
     sequence_number,
-    storage_key,
     top_saved_tensors_hooks,
     untraced,
     without_dispatch_modes,
 )
 from torch_remat.dispatch.call.ending import finish, judge
-from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.call.functions import Noting, noting, with_rung
 from torch_remat.dispatch.call.recorder import Recorder
 from torch_remat.dispatch.call.survey import Survey
@@ -45,7 +43,7 @@ from torch_remat.dispatch.check.samples import (
     takes_samples,
 )
 from torch_remat.dispatch.check.unread import flags_of, versions_of
-from torch_remat.dispatch.check.values import ValueOf, take_values, value_function
+from torch_remat.dispatch.check.values import note_checksums
 from torch_remat.dispatch.holder import (
     CAST,
     NOBODY,
@@ -54,7 +52,6 @@ from torch_remat.dispatch.holder import (
     Holder,
     OpHolder,
     ResidentRef,
-    TapeLike,
     changed_in_place,
     is_parameter,
     layout_of,
@@ -67,10 +64,10 @@ from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.naming import default_name
 from torch_remat.dispatch.options import DEFAULTS, Begun, Keeping, Options, is_watched, keeping, watch
-from torch_remat.dispatch.reach import boundary_nodes, tensors_of
+from torch_remat.dispatch.reach import boundary_nodes
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.dispatch.region.region import OpenRegion, Region
-from torch_remat.dispatch.region.replay import Filling
+from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
+from torch_remat.dispatch.region.replay import fill
 from torch_remat.errors import UsageError, warn
 from torch_remat.ladders.kinds import kind_of
 from torch_remat.offload.transfer import Placement
@@ -116,7 +113,7 @@ def _run(
     begun = begin(options, budget, function, args, kwargs)
     if begun is not None and begun.run is not None:
         return begun.run(run, args, kwargs)
-    region = Region(function, args, kwargs, options, Filling)
+    region = Region(function, args, kwargs, options, fill)
     if budget is not None and (parent is None or not parent.recomputing):
         region.keeper = budget.keeper(region, begun)
     mode = Recording(region)
@@ -226,7 +223,6 @@ class Recording(RematMode):
     region: OpenRegion
     replaying = False
     ops: Recorder | None = None
-    _value_of: ValueOf | None = None  # what the determinism check compares
     functions: Noting | None = None  # calls of functions, if the policy names some
     survey: Survey | None = None  # of all of them, if this forward is recorded
 
@@ -235,13 +231,12 @@ class Recording(RematMode):
         # The places of tensors that Python code knows; None where no values are compared.
         self._carriers: list[int] | None = [] if takes_samples(region.serial) else None
         self._casts: list[tuple[ref[Holder], torch.Tensor, int]] = []  # each with its leaf, and that one's version
-        if region.options is not DEFAULTS:
-            check = region.options.determinism_check
-            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._value_of = value_of
-            chosen = check != DEFAULTS.determinism_check or region.options.allow_cache_entry_mutation
-            if chosen or not region.options.preserve_rng_state:
-                self._carriers = None
+        if (options := region.options) is not DEFAULTS and (
+            options.determinism_check != "default"
+            or options.allow_cache_entry_mutation
+            or not options.preserve_rng_state
+        ):
+            self._carriers = None
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """Return the contexts that forward runs in, besides the hooks."""
@@ -285,11 +280,7 @@ class Recording(RematMode):
 
     @keep_from_compiler
     def pack_hook(self) -> Callable[[torch.Tensor], Holder | Anchor | torch.Tensor]:
-        """Return the pack hook: a closure, since it runs for each saved tensor.
-
-        It does itself what a leaf needs, an input, a result with a gradient, and a view of one of these. `pack` does
-        the same for any tensor.
-        """
+        """Return the pack hook: a closure, since it runs for each saved tensor; one of a trace stays as it is."""
         region, first_number = self.region, self.region.first_number
         tape, originals, bases = region.tape, region.inputs.originals, region.inputs.bases  # the graph keeps the hook
         entries, layouts, carriers = tape.saved, tape.layouts, self._carriers
@@ -302,102 +293,74 @@ class Recording(RematMode):
                     saving = ops.saving
                 elif ops.packs and (held := ops.pack_by_log(tensor)) is not None:
                     return held
-            if (kind := type(tensor)) is not Tensor or (nested and saving is not None):
-                if kind is not Parameter:
-                    return self.pack(tensor, saving)
+            if (kind := type(tensor)) is Parameter:
                 saved(tensor)
                 return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver(tensor))
+            if kind is not Tensor and kind in OF_TRACES and not region.traced:
+                return tensor
             owner, layout = tensor._base, None
             if owner is None:
                 owner = tensor
-            elif type(owner) is Tensor or (
-                type(owner) is Parameter and owner.requires_grad and id(owner) not in originals
-            ):
-                layout = UNKNOWN_LAYOUT if bases and id(owner) in bases else layout_of(tensor, owner)
             else:
-                return self.pack(tensor, saving)
-            producer: type = NoneType
-            if id(owner) in originals:
-                pass  # replay passes inputs without their `grad_fn`
-            elif (node := owner.grad_fn) is not None:
-                producer = type(node)
-                if producer is CAST or node._sequence_nr() < first_number:  # type: ignore[attr-defined,unused-ignore]
-                    return self.pack(tensor, saving)
-            elif owner.requires_grad:
+                kind = type(owner) if kind is Tensor else kind
+                # Replay's argument is no view of one of the inputs' bases.
+                layout = UNKNOWN_LAYOUT if bases and id(owner) in bases else layout_of(tensor, owner)
+            is_input = id(owner) in originals
+            node = None if is_input else owner.grad_fn
+            if (node is None and not is_input and owner.requires_grad) or (kind is not Tensor and is_parameter(owner)):
                 if layout is not None:
                     layouts[len(entries)] = layout
-                saved(owner)  # the graph owns it, and so may a view of it
-                return (tensor, tensor._version, region, NOBODY if ops is None else ops.saver(tensor))
-            elif nested:
-                return self.pack(tensor, saving)
-            else:
+                # The graph owns it, and so may a view of it. An argument that is one comes back without its base.
+                saved(None if is_input else owner)
+                kept = self.alias_of(tensor) if is_input else tensor
+                return (kept, tensor._version, region, NOBODY if ops is None else ops.saver(tensor))
+            if node is None and not (is_input or nested) and kind is Tensor:
+                place = len(entries)
                 if tensor.is_floating_point():
-                    tape.buffers.add(len(entries))
+                    tape.buffers.add(place)
                 if carriers is not None and getrefcount(tensor) > UNKNOWN_TO_PYTHON:
-                    place = len(entries)
                     carriers.append(place if current_mode() is self else ~place)  # what an inner region hands up
             holder = Holder() if saving is None else OpHolder()
             holder.region = region
             holder.value, holder.origin = tensor, None
             holder.metadata, holder.layout = metadata_of(tensor), layout
-            holder.producer = holder.plain = producer
+            holder.producer = producer = NoneType if node is None else type(node)
+            holder.plain = producer if kind is Tensor else None
             saved(ref(holder))
             if saving is not None:
                 holder.op = saving.name  # type: ignore[misc]
+            if node is not None:
+                if producer is CAST or kind is not Tensor or node_number(node) < first_number:
+                    self._note_origin(holder, tensor, owner, node)
+            elif nested and not is_input:
+                holder.plain = None
+                tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
+            if nested and saving is not None and ops is not None:
+                ops.alive.append(holder)
             return holder
 
         return pack
 
-    def pack(self, tensor: torch.Tensor, saving: Call | None) -> Holder | Anchor | torch.Tensor:
-        """Do what the pack hook does, for any tensor, of the call that saves it, if one does; one of a trace stays."""
-        region = self.region
-        if type(tensor) in OF_TRACES and not region.traced:
-            return tensor
-        place = len(region.tape.saved)
-        inputs = region.inputs
-        owner, layout = tensor._base, None
-        if owner is None:
-            owner = tensor
-        else:  # replay's argument is no view of one of the inputs' bases
-            layout = UNKNOWN_LAYOUT if id(owner) in inputs.bases else layout_of(tensor, owner)
-        node, is_input = owner.grad_fn, inputs.contains(owner)
-        if is_parameter(owner) or (node is None and owner.requires_grad and not is_input):
-            # An argument that is a view of a parameter comes back from the inputs without its base.
-            if layout is not None:
-                region.tape.layouts[place] = layout
-            region.tape.saved.append(None if is_input else owner)
-            saver = NOBODY if self.ops is None else self.ops.saver(tensor)
-            return (tensor if tensor is owner else self.alias_of(tensor), tensor._version, region, saver)
-        holder = Holder() if saving is None else OpHolder()
-        region.tape.saved.append(ref(holder))
-        if isinstance(holder, OpHolder) and saving is not None and self.ops is not None:
-            holder.op = saving.name
-            self.ops.alive.append(holder)
-        holder.region = region
-        holder.value, holder.origin = tensor, None
-        holder.metadata = metadata_of(tensor)
+    def _note_origin(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, node: Node) -> None:
+        """Note of a saved tensor what replay compares by identity: a leaf's cast, or one older than the region."""
+        region, inputs = self.region, self.region.inputs
         holder.plain = None
-        holder.layout = layout
-        holder.producer = NoneType if is_input else type(node)
-        if node is not None and not is_input:
-            cast_of = parameter_behind(owner)
-            if cast_of is not None:
-                holder.origin = None if inputs.contains(cast_of) else cast_of
-                self._casts.append((ref(holder), cast_of, cast_of._version))
-                # Another one older than the region is the user's own, and need not follow the leaf.
-                if type(holder) is OpHolder and (node_number(node) >= region.first_number or in_autocast()):
-                    holder.packed = (cast_of, cast_of._version, region, (holder.op, ""))
-                    view = None if owner is tensor else Placement.of(tensor)
-                    holder.unpack = partial(_cast, owner.dtype, view)
-            elif inputs.is_made_as(owner, node):
-                holder.producer = NoneType
-            elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
-                holder.origin = ref(owner)
-        if region.hooks is not None and not is_input and (node is None or holder.origin is not None):
+        if (cast_of := parameter_behind(owner)) is not None:
+            holder.origin = None if inputs.contains(cast_of) else cast_of
+            self._casts.append((ref(holder), cast_of, cast_of._version))
+            # Another one older than the region is the user's own, and need not follow the leaf.
+            if type(holder) is OpHolder and (node_number(node) >= region.first_number or in_autocast()):
+                holder.packed = (cast_of, cast_of._version, region, (holder.op, ""))
+                view = None if owner is tensor else Placement.of(tensor)
+                holder.unpack = partial(_cast, owner.dtype, view)
+        elif inputs.is_made_as(owner, node):
+            holder.producer = NoneType
+        elif node_number(node) < region.first_number and graph_task() < 0:  # backward makes it anew for each reader
+            holder.origin = ref(owner)
+        if region.hooks is not None and holder.origin is not None:
             region.tape.others.append((ref(holder), ref(owner), holder.metadata[0]))
-        return holder
 
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Note what an inner region has saved and not made."""
         self.region.tape.others += tape.others
 
@@ -426,7 +389,7 @@ class Recording(RematMode):
         """
         if (self.ops is None or not self.region.tape.records) and self.observed is None and self.region.keeper is None:
             return ()
-        return boundary_nodes(tensors_of(output))
+        return boundary_nodes(output)
 
     def finish(self, boundary: Sequence[Node]) -> None:
         """Close forward: see NOTE [ Values till the end ], and forget random state that was not drawn from."""
@@ -435,8 +398,8 @@ class Recording(RematMode):
             raise region.misuse()  # also where user code swallowed it
         if self.ops is not None:
             judge(self.ops, boundary)
-        if self._value_of is not None:
-            take_values(self._value_of, region.tape.holders_to_fill())
+        if region.options.determinism_check == "bitwise":
+            note_checksums(region.tape.holders_to_fill())
         if (carriers := self._carriers) is not None:
             if carriers:
                 region.samples = samples_of_carriers(region.tape.saved, carriers, self._is_of_region)
@@ -479,11 +442,8 @@ class Recording(RematMode):
                     mark_changed(holder)
                 if type(holder) is OpHolder:
                     stays = holder.resident and holder.unpack is None
-                elif made:  # by a function: its result stays, too
-                    is_usual = type(value) is Tensor and value.layout is strided
-                    stays = (storage_key(value) if is_usual else key_of(value)) in made
-                else:
-                    stays = False
+                else:  # what a function made stays, as its result does
+                    stays = bool(made) and key_of(value) in made
                 holder.value = self.alias_of(value) if stays else None
             elif type(entry) is ResidentRef and (resident := entry()) is not None and resident.unpack is not None:
                 resident.value = None

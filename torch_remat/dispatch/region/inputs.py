@@ -30,7 +30,7 @@ from torch_remat._compat import (
     without_dispatch_modes,
     would_run,
 )
-from torch_remat.dispatch.holder import RegionLike, is_parameter
+from torch_remat.dispatch.holder import is_parameter
 from torch_remat.dispatch.keys import key_of, keys_of
 from torch_remat.errors import MutationError
 
@@ -253,11 +253,11 @@ class RegionInputs:
 
     # Replay.
 
-    def restore(self, region: RegionLike) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def restore(self, region: str) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Return ``(args, kwargs)`` for one replay, with tensors that no earlier replay has touched.
 
         Args:
-            region: The region, for errors.
+            region: The name of the region, for errors.
 
         Raises:
             MutationError: A tensor was modified in place since the region was called.
@@ -271,7 +271,7 @@ class RegionInputs:
         args, kwargs = arguments
         return args, kwargs
 
-    def _restored(self, one: Input, region: RegionLike) -> Tensor:
+    def _restored(self, one: Input, region: str) -> Tensor:
         kept: Tensor = one.kept
         if one.unpack is not None:
             if one.changed:
@@ -292,7 +292,7 @@ class RegionInputs:
             alias.__dict__.update(one.attributes)
         return alias
 
-    def _modified(self, one: Input, region: RegionLike) -> MutationError:
+    def _modified(self, one: Input, region: str) -> MutationError:
         what = "this input was modified in place after the region was called, so replay cannot start from it"
         remedy = "Modify a clone of it, or modify it after backward."
         if one.changed:
@@ -301,7 +301,7 @@ class RegionInputs:
                 "start from it"
             )
             remedy = "Use the out-of-place form there, or modify a clone."
-        return MutationError(what, region=region.name, tensor=self._place(one.index), remedy=remedy)
+        return MutationError(what, region=region, tensor=self._place(one.index), remedy=remedy)
 
     def _place(self, index: int) -> str:
         """Return the place of a leaf in the call: ``args[0]``, ``kwargs['mask'][1]``."""

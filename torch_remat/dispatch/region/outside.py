@@ -18,7 +18,7 @@ are not: their ops do not say that they write, so that replay could not tell whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -29,13 +29,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, is_refused, set_version, without_modes_for
-from torch_remat.dispatch.check.unread import Unreadable
 from torch_remat.dispatch.keys import UNCOUNTED, keys_of, version_of
 from torch_remat.dispatch.reach import Place
 from torch_remat.errors import MutationError, RematError, at_user_line
 
 COPIED_BYTES = 1 << 16
 """Up to this size a buffer is copied before forward, since only the end of forward shows whether it changed."""
+
+MakeErrorOf = Callable[[Tensor], RematError]  # of the tensor that is read
+# Storages, as `key_of` names them; how many names must have begun in a replay before they may be read; whether an op
+# that overwrites all of one makes it right; whether one is another since forward ended, so that a saved tensor is
+# wrong, too; and the error.
+Unreadable = tuple[Collection[int], float, bool, bool, MakeErrorOf]
 
 
 class State(NamedTuple):

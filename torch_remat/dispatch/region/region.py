@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -32,21 +32,27 @@ from torch_remat._compat import (
 )
 from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.call.entry import Call
-from torch_remat.dispatch.check.compare import differs_at
-from torch_remat.dispatch.holder import Holder, Layout, OpHolder, Other, ResidentRef, is_parameter
-from torch_remat.dispatch.mode import Replaying
+from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, is_parameter
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Keeper, Options
 from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
-from torch_remat.errors import ReleasedError, UsageError
+from torch_remat.errors import MismatchError, ReleasedError, UsageError
 from torch_remat.ladders.kinds import Kind
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ops.entry import Entry
     from torch_remat.dispatch.slot import Slot
+
+SAME_OPS = (
+    "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "
+    "module attribute, train/eval, a global), for random numbers from a source that torch does not know, and for "
+    "branches on data."
+)
+# A holder, the tensor of another maker that was saved, and its version then.
+Other = tuple[ref[Holder], ref[torch.Tensor], int]
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
@@ -131,17 +137,9 @@ class Tape:
             if isinstance(entry, ref) and type(holder := entry()) is OpHolder:
                 yield holder
 
-    def position_of(self, holder: Holder) -> int:
-        """Return the place of a live holder."""
-        return next(place for place, entry in enumerate(self.saved) if type(entry) is ref and entry() is holder)
-
     def empty(self) -> list[Holder]:
         """Return the live holders that a replay has to fill."""
-        return [
-            holder
-            for entry in self.saved
-            if type(entry) is ref and (holder := entry()) is not None and holder.value is None and not holder.resident
-        ]
+        return [holder for holder in self.holders_to_fill() if holder.value is None]
 
     def has_values(self) -> bool:
         """Whether a live holder that replay fills has its value."""
@@ -198,13 +196,6 @@ class Tape:
         return place
 
 
-class RecorderLike(Protocol):
-    """What a region asks of its log while forward runs; see `call.recorder.Recorder`."""
-
-    def running(self) -> str | None:
-        """Return the name of the call that runs now; None outside of calls."""
-
-
 class Region:
     """One call of a checkpointed function.
 
@@ -213,7 +204,7 @@ class Region:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: What the user chose.
-        replay: Makes what fills a region's empty holders, up to a place on its tape, by its method `replay`.
+        replay: Fills a region's empty holders, up to a place on its tape.
     """
 
     samples: Mapping[int, bytes] = MappingProxyType({})  # of what forward saved, by place; see `check.samples`
@@ -229,7 +220,7 @@ class Region:
     _sender: Sender | None = None
     outside: Outside | None = None  # what outlives it and may change
     keeper: Keeper | None = None  # inside of a budget
-    recorder: RecorderLike | None = None  # of names and ops, while forward runs
+    running: Callable[[], str | None] | None = None  # returns the name of the call that runs now in forward, if any
     replayed_in = -1  # the latest backward that came here
     kind: Kind | None = None  # if what it keeps goes by price
     surveyed = False  # whether its forward was recorded for that, under a dispatch mode
@@ -241,7 +232,7 @@ class Region:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         options: Options,
-        replay: Callable[[Region, int], Replaying],
+        replay: Callable[[Region, int], None],
     ) -> None:
         self.function: Callable[..., Any] | None = function
         self.options = options
@@ -289,6 +280,25 @@ class Region:
             self._sender = Sender(self.name, self.options.offloader, (*self.parameters, *given))
         return self._sender
 
+    def place_of(self, holder: Holder) -> int:
+        """Return the place of a live holder on the tape."""
+        saved = self.tape.saved
+        return next(place for place, entry in enumerate(saved) if type(entry) is ref and entry() is holder)
+
+    def mismatch(
+        self, what: str, remedy: str = SAME_OPS, tensor: str | None = None, op: str | None = None
+    ) -> MismatchError:
+        """Return the error about a replay that does something else, with both phases' ops if they were recorded."""
+        if (op_log := self.options.op_log) is None:
+            remedy += " checkpoint(debug=True) shows the ops of both phases side by side."
+        else:
+            remedy += "\n" + op_log.side_by_side(self)
+        return MismatchError(what, region=self.name, op=op, tensor=tensor, remedy=remedy)
+
+    def differs_at(self, holder: Holder, what: str, remedy: str = SAME_OPS) -> MismatchError:
+        """Return the error about what replay saves, or does not save, at the position of a holder of forward."""
+        return self.mismatch(what, remedy, holder.name, holder.op)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory stays with the inputs; asked only while forward runs."""
         return self.inputs is not None and self.inputs.holds(tensor if tensor._base is None else tensor._base)
@@ -321,7 +331,7 @@ class Region:
                 op or None,
                 'Pass make_fx tracing_mode="fake" or "symbolic", or trace outside the region.',
             )
-        if op and (self.recorder is None or self.recorder.running() != op):
+        if op and (self.running is None or self.running() != op):
             self.refuse("a gradient is taken through this call before the region's forward ends", op)
         if self.inputs is not None and self.inputs.is_left_by_gradient(self._variables):
             self.refuse(
@@ -330,6 +340,11 @@ class Region:
                 None,
                 "Pass the region the tensor that both were computed from, or take the gradient outside the region.",
             )
+
+    def note_gradient_of(self, holder: OpHolder) -> None:
+        """Note one that reads what a call has saved; what is on the tape was saved by an op that replay runs."""
+        is_recomputed = any(type(entry) is ResidentRef and entry() is holder for entry in self.tape.saved)
+        self.note_gradient("" if is_recomputed else holder.op)
 
     def _variables(self) -> Iterable[torch.Tensor | None]:
         return () if self.outside is None else self.outside.tensors()
@@ -355,7 +370,7 @@ class Region:
             replays = 0
             while (value := holder.value) is None:  # another thread's backward may have read what a replay filled
                 if replays == 2 or (replays and self.inputs is None):
-                    raise differs_at(self, holder, "backward needs this tensor, but replay ended without it")
+                    raise self.differs_at(holder, "backward needs this tensor, but replay ended without it")
                 replays += 1
                 if self.inputs is None:
                     raise ReleasedError(
@@ -377,12 +392,15 @@ class Region:
         last = self.tape.last_needed()
         if last >= 0:
             self.filling = True
+            replay: Callable[[], None] = partial(self._replay, self, last)
+            if self.keeper is not None:
+                replay = partial(self.keeper.replay, replay)
             try:
                 if torch_function_is_on():
-                    self._fill_up_to(last)
+                    replay()
                 else:
                     with with_torch_function():
-                        self._fill_up_to(last)
+                        replay()
             finally:
                 self.filling = False
         self.replayed_in = graph_task()
@@ -390,12 +408,6 @@ class Region:
             self.release()
         elif (group := graph_exec_group()) is not None:
             finalize(group, self.tape.forget_values).atexit = False
-
-    def _fill_up_to(self, last: int) -> None:
-        if self.keeper is None:
-            self._replay(self, last).replay()
-        else:
-            self.keeper.replay(self._replay(self, last).replay)
 
     def release(self) -> None:
         """Drop what only a further replay would need."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -26,7 +26,6 @@ from torch_remat._compat import (
     sequence_number,
     set_grad_enabled,
 )
-from torch_remat.dispatch.ambient import capture_ambient
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.functions import Functions, Giving
 from torch_remat.dispatch.check.compare import (
@@ -38,8 +37,8 @@ from torch_remat.dispatch.check.compare import (
     what_differs,
 )
 from torch_remat.dispatch.check.samples import has_other_values, other_values
-from torch_remat.dispatch.check.unread import Unread, Unreadable, check_parameters, give_flags
-from torch_remat.dispatch.check.values import ValueOf, difference, take_values, value_function
+from torch_remat.dispatch.check.unread import Unread, check_parameters, give_flags
+from torch_remat.dispatch.check.values import first_difference
 from torch_remat.dispatch.holder import (
     AUTOCAST_DTYPES,
     CHANGED,
@@ -47,7 +46,6 @@ from torch_remat.dispatch.holder import (
     Layout,
     OpHolder,
     ResidentRef,
-    TapeLike,
     is_parameter,
     layout_of,
     metadata_of,
@@ -55,15 +53,18 @@ from torch_remat.dispatch.holder import (
 )
 from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.options import DEFAULTS, is_watched, watch
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
+from torch_remat.dispatch.options import is_watched, watch
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, refuse, unpack
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
-from torch_remat.dispatch.region.outside import State, put_back
+from torch_remat.dispatch.region.outside import State, Unreadable, put_back
+from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
 from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
 
-if TYPE_CHECKING:
-    from torch_remat.dispatch.region.region import OpenRegion, Region
+
+def fill(region: Region, last: int) -> None:
+    """Fill the empty holders of a region, up to a place on its tape; the caller holds its lock."""
+    Filling(region, last).replay()
 
 
 class Filling(Replaying):
@@ -78,7 +79,6 @@ class Filling(Replaying):
     ops: Answerer | None = None
     _last = _last_empty = -1
     _error: Exception | None = None
-    _value_of: ValueOf | None = None
     _suspects: Sequence[tuple[int, str]] = ()  # places with other values than in forward, and where they were saved
     _refusal: Refusal | None = None  # the latest when `StopReplay` was raised
     _first_number = 0  # where autograd stood when the function began
@@ -89,16 +89,12 @@ class Filling(Replaying):
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region  # type: ignore[assignment]  # its caller has seen that it can run
-        tape, options = region.tape, region.options
+        tape = region.tape
         self._saved = tape.saved
         self._limit = len(tape.saved)  # 0 once the replay is over, so that the pack hook has one thing to look at
         self._end_at(last)
         if tape.records or tape.calls or tape.functions:
             self.ops = Answerer(self, self.region)
-        if options is not DEFAULTS:
-            check = options.determinism_check
-            value_of = None if check == DEFAULTS.determinism_check else value_function(check)
-            self._value_of = value_of
 
     def _end_at(self, last: int) -> None:
         """Note the place of the last holder to fill, and where replay may end: without early stop, past the end."""
@@ -125,18 +121,10 @@ class Filling(Replaying):
             self._sees_modes_of_forward = not contexts and region.modes == count_of_modes()
             if region.surveyed:  # ops of C++ write into their tensors where no mode is active
                 self.opening, self.lets_compiled_code_run = RematMode.__torch_dispatch__, CompiledCode.is_noticed
-            args, kwargs = region.inputs.restore(region)
+            args, kwargs = region.inputs.restore(region.name)
             set_grad_enabled(True)
             try:
-                if (
-                    region.ambient is not capture_ambient()
-                    or region.scope != scope.get()
-                    or region.rng is not None
-                    or region.replay_context is not None
-                    or region.options.op_log is not None
-                    or is_watched()
-                ):
-                    contexts = self._contexts() + contexts
+                contexts = self._contexts() + contexts
                 self._first_number = sequence_number()
                 function = region.function
                 if (chosen := region.chosen) is not None and chosen.decisions:
@@ -216,7 +204,7 @@ class Filling(Replaying):
     def pack_hook(self) -> Callable[[torch.Tensor], torch.Tensor | Packed]:
         """Return the pack hook: it takes a value for the next holder and returns what replay's own graph keeps.
 
-        As in forward, it does itself what an ordinary tensor needs, and leaves all others to `pack`.
+        It does itself what an ordinary tensor needs, and leaves all others to `pack`.
         """
         if self.unread is not None and self.unread.moved:
             return lambda tensor: self.pack(tensor)  # no bound method: hooks are marked by attributes
@@ -285,14 +273,12 @@ class Filling(Replaying):
             self.ops.suppressed.restore()
         own = isinstance(tensor, Placeholder) and tensor.source.is_of(self.region)
         if isinstance(tensor, Placeholder) and own:
-            if (holder := self._empty_holder_at(position)) is None:
+            if not self._is_empty_at(position):
                 if self._limit:
                     self._stop_at(position)
                 return Packed.of(tensor)
             if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
-                tensor = self.ops.value_of(tensor, "saving it for backward")
-                self.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no `grad_fn`
-                holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
+                refuse(tensor.source, "saving it for backward")
         owner = tensor._base
         if owner is None:
             owner = tensor
@@ -311,10 +297,11 @@ class Filling(Replaying):
                 return kept if kept.shape == tensor.shape else value
             metadata = holder.metadata
             self._compare(position, holder, tensor, owner)
-            if self.over:
-                return value
             if (kept := holder.value) is None:
-                self._give(holder, tensor, value)
+                self.fill(holder, value)
+                is_buffer = not tensor.requires_grad and value.is_floating_point()
+                if is_buffer and (self.ops is None or self.ops.may_fill()):
+                    self._unfilled_number = sequence_number()
             else:  # the version is that of its own value, which replay's graph need not hold twice
                 holder.metadata, value = metadata, kept if kept._version == metadata[0] else value
             before = self.region.samples.get(position)
@@ -329,11 +316,10 @@ class Filling(Replaying):
             self._stop_at(position)
         return value
 
-    def _empty_holder_at(self, position: int) -> Holder | None:
-        """Return the holder at a place if it needs a value."""
+    def _is_empty_at(self, position: int) -> bool:
+        """Whether the holder at a place needs a value."""
         entry = self._saved[position] if position < self._limit else None
-        holder = entry() if type(entry) is ref else None
-        return holder if holder is not None and holder.value is None else None
+        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
 
     def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Compare what is saved with what forward saved at the same place, and fail where they differ."""
@@ -351,14 +337,7 @@ class Filling(Replaying):
             )
         ):
             self.explain(holder, tensor, owner, origin)
-        if not self.over:
-            self._compare_layouts(position, tensor, owner, holder.layout)
-
-    def _give(self, holder: Holder, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        self.fill(holder, value)
-        is_buffer = not tensor.requires_grad and value.is_floating_point()
-        if is_buffer and (self.ops is None or self.ops.may_fill()):
-            self._unfilled_number = sequence_number()
+        self._compare_layouts(position, tensor, owner, holder.layout)
 
     def fill(self, holder: Holder, value: torch.Tensor) -> None:
         """Give a holder its value."""
@@ -398,8 +377,7 @@ class Filling(Replaying):
     def _starts_over_for(self, error: Exception | None) -> bool:
         """Whether replay starts over, given the exception that left the function."""
         refusal = self._refused()
-        if self.ops is None:
-            return False
+        assert self.ops is not None
         if refusal is None and (self.stopped or error is None):  # an error of ours, or the end
             return self.region.kind is not None and self._is_doubtful() and self.ops.runs_functions()
         if refusal is not None and refusal.source.is_of(self.region):
@@ -471,7 +449,7 @@ class Filling(Replaying):
             self.ops = Answerer(self, self.region)
         return None if self.over else self.ops
 
-    def take_others(self, tape: TapeLike) -> None:
+    def take_others(self, tape: Tape) -> None:
         """Compare what an inner region has saved now and not made with what it saved in this region's forward."""
         noted, begin = self.region.tape.others, self._others_next
         self._others_next = begin + len(tape.others)
@@ -479,14 +457,6 @@ class Filling(Replaying):
             is_modified = version_now > version and before() is now() is not None and not self.over
             if is_modified and (known := holder()) is not None and known.metadata[0] != CHANGED:
                 self.fail(modified_since(known))
-
-    def give_name(self, tensor: torch.Tensor, name: str) -> None:
-        """Replay keeps what forward has chosen."""
-
-    def note_loaded(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was kept, so that it has no `grad_fn` in replay."""
-        if (ops := self.ops_now()) is not None:
-            ops.note_loaded(tensor)
 
     def stop_if_filled(self) -> None:
         """End the replay if no holder is left to fill: by now an op has filled what it had saved before."""
@@ -516,7 +486,7 @@ class Filling(Replaying):
     def explain(self, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor, origin: torch.Tensor | None) -> None:
         """Find what differs from forward, and fail unless it is harmless."""
         loaded = self.ops is not None and self.ops.has_loaded(owner)
-        error = what_differs(holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
+        error = what_differs(self.region, holder, tensor, owner, origin, loaded, self._sees_modes_of_forward)
         if error is not None:
             name = None if self.ops is None or type(holder) is OpHolder else self.ops.next_name()
             if name is not None and type(error) is MismatchError:
@@ -533,10 +503,6 @@ class Filling(Replaying):
         if error is not None:
             self.fail(error)
 
-    def _compare_value(self, holder: Holder, value: Any) -> None:
-        if self._error is None:
-            self._error = difference(self.region, holder, value)
-
     def _take_error(self) -> Exception:
         # Neither the mode nor a frame may know an error whose traceback knows them.
         error, self._error = self._error, None
@@ -545,8 +511,8 @@ class Filling(Replaying):
 
     def _check(self) -> None:
         """Raise what the pack hook found, and check that replay saved as much as forward did."""
-        if self._value_of is not None and self._error is None:
-            take_values(self._value_of, self.region.tape.holders_to_fill(), self._compare_value)
+        if self._error is None and self.region.options.determinism_check == "bitwise":
+            self._error = first_difference(self.region, self.region.tape.holders_to_fill())
         if self._error is not None:
             raise self._take_error()
         if self.unread is not None and (refused := self.unread.refuse_compiled_code()) is not None:
