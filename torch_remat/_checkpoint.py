@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from torch_remat._compat import is_jit_tracing
 from torch_remat._compiled import compiled_region
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat._options import CheckpointOptions, require_options, says_form
@@ -153,7 +152,7 @@ class Checkpointed(Generic[P, R]):
         if is_compiling():
             traced: R = compiled_region(self._options, self.__wrapped__, args, kwargs)
             return traced
-        if not torch.is_grad_enabled() or is_jit_tracing():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self.__wrapped__(*args, **kwargs)
         output: R = run_region(self.__wrapped__, args, kwargs, self._options)
         return output

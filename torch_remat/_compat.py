@@ -21,6 +21,7 @@ import torch
 import torch.overrides
 import torch.utils.checkpoint
 from torch._higher_order_ops import utils as _of_higher_order_ops
+from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef as CustomOpDef  # what torch.library.custom_op makes of a function
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -31,15 +32,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
-
-
-def faster(path: str, public: Any) -> Any:
-    """Return a symbol of ``torch._C`` that only saves microseconds, or the public way where a release lacks it."""
-    found: Any = torch._C
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return public if found is None else found
-
 
 # The namespaces of ops that communicate, most of them private. Without them a policy could not keep what collectives
 # return, and random state would be kept for each of them.
@@ -82,19 +74,11 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The products that have private names, and the public functions that call one of them without asking for overrides.
 PRODUCTS_BY_FACE: Mapping[Callable[..., Any], Any] = {
-    getattr(torch.nn.functional, face): getattr(torch, name)
-    for face, name in (
-        ("grouped_mm", "_grouped_mm"), ("scaled_mm", "_scaled_mm_v2"), ("scaled_grouped_mm", "_scaled_grouped_mm_v2"),
-    )
-    if hasattr(torch.nn.functional, face) and hasattr(torch, name)
-}  # fmt: skip
-OTHER_PRODUCTS: Sequence[Any] = [
-    getattr(torch, name) for name in ("_scaled_mm", "_scaled_grouped_mm", "_int_mm") if hasattr(torch, name)
-]
-
-# Whether `torch.jit.trace` runs. Without it what Python calls a tensor here would be a name in the trace, and another
-# in the second trace, with which the first is compared.
-is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+    torch.nn.functional.grouped_mm: torch._grouped_mm,
+    torch.nn.functional.scaled_mm: torch._scaled_mm_v2,
+    torch.nn.functional.scaled_grouped_mm: torch._scaled_grouped_mm_v2,  # type: ignore[attr-defined]
+}
+OTHER_PRODUCTS: Sequence[Any] = (torch._scaled_mm, torch._scaled_grouped_mm, torch._int_mm)
 
 # The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
 # tensors of a transform past its end: they have no memory of their own, and hooks are refused.
@@ -129,7 +113,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().
-function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lambda: 1)
+function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
@@ -171,21 +155,11 @@ top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
 top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
 
-def push_in_public(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Put a pair of saved-tensor hooks on the stack by the public context manager."""
-    torch.autograd.graph.saved_tensors_hooks(pack, unpack).__enter__()
-
-
-def pop_in_public() -> None:
-    """Take the innermost pair off."""
-    torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__exit__()
-
-
 # What the context managers torch.autograd.graph.saved_tensors_hooks and torch.enable_grad call, for a third of their
 # time: each region enters both twice. A pop must follow each push in the same thread, so they stand in try/finally.
 push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
-push_saved_tensors_hooks = faster("_autograd._push_saved_tensors_default_hooks", push_in_public)
-pop_saved_tensors_hooks: Callable[[], None] = faster("_autograd._pop_saved_tensors_default_hooks", pop_in_public)
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 # From torch 2.14 on: the saved-tensor hooks of the user's that are on the stack, past those of torch's own checkpoints.
 # Its selective checkpointing asks; without the marks below it takes a region's hooks for the user's, and warns.
@@ -210,19 +184,8 @@ def pop_region_hooks(pack: Any) -> None:
         del pack._user_hooks
 
 
-P = TypeVar("P", bound=Callable[..., Any])
-
-
-def internal_hook(pack: P) -> P:
-    """Mark a pack hook for good, which hides the hooks of the user's that are around it."""
-    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
-    return pack
-
-
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; without it each has its own.
-graph_exec_group: Callable[[], object | None] = getattr(
-    getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
-)
+graph_exec_group: Callable[[], object | None] = torch.utils.checkpoint.GraphExecGroup._get_current_group
 
 
 def node_behind(value: Any) -> Any:
@@ -292,13 +255,13 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def any_profiler_runs() -> bool:
     """Whether a profiler records, in whatever thread: torch crashes when a second one starts."""
-    return profiler_runs() or bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+    return profiler_runs() or torch.autograd.profiler._is_profiler_enabled
 
 
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
 ProfilerRange: Callable[[str], AbstractContextManager[Any]]
-ProfilerRange = faster("_profiler._RecordFunctionFast", torch.profiler.record_function)
+ProfilerRange = torch._C._profiler._RecordFunctionFast
 
 # Runs a function on placeholders as on plain tensors: by torch's own protocol real results would become placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -340,7 +303,8 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispat
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
-set_grad_enabled: Callable[[bool], object] = faster("_set_grad_enabled", torch.set_grad_enabled)
+# What the context managers of gradients call, without their objects: each replay switches twice.
+set_grad_enabled: Callable[[bool], object] = torch._C._set_grad_enabled
 
 # The lazy conjugate and negative bits of a tensor. Without them a placeholder would show others than the tensor that it
 # stands for.
@@ -391,11 +355,6 @@ def after_backward(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
-# Sets what the compiler's frame evaluation does with a code object. Where a release lacks it, modes are as slow as
-# torch's own.
-_set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -414,11 +373,12 @@ def keep_from_compiler(function: F) -> F:
 
     Of the functions that a module defines: hooks are called while the compiler looks for code of the user.
     """
-    if _set_strategy is not None:
-        frames = torch._C._dynamo.eval_frame
-        code: CodeType = function.__code__
-        for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
-            _set_strategy(one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+    frames = torch._C._dynamo.eval_frame
+    code: CodeType = function.__code__
+    for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
+        frames.set_code_exec_strategy(
+            one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        )
     return function
 
 
@@ -447,7 +407,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return _set_strategy is None
+        return False
 
     # Higher-order ops come to the handler as all others do; without this each is a NotImplementedError of torch's.
     supports_higher_order_operators = True
@@ -468,24 +428,11 @@ class DispatchMode(TorchDispatchMode):
             keep_from_compiler(cls.__torch_dispatch__)
 
 
-# What torch keeps, besides the stack, of the modes that are on it: in module variables, which other releases name
-# otherwise.
-_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-_knows_flags = all(
-    hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
-)
-_NO_MODE = (False, False, False)
+def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool]:
+    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given.
 
-
-def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
-    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given."""
-    if not _knows_flags:
-        mode.__enter__()
-        return None
+    That is what torch keeps of the modes besides the stack, in variables of a module.
+    """
     modules: Any = _python_dispatch
     before = (
         modules._is_in_torch_dispatch_mode,
@@ -500,23 +447,20 @@ def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
     return before
 
 
-def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None:
-    """Take a mode off the stack again."""
-    if before is None:
-        mode.__exit__(None, None, None)
-        return
+def pop_mode(before: tuple[bool, bool, bool]) -> None:
+    """Take the innermost mode off the stack again."""
     modules: Any = _python_dispatch
     torch._C._pop_torch_dispatch_stack(None)
     if not count_of_modes():  # torch keeps one set for all threads: what another one had set would stay for good
-        before = _NO_MODE
+        before = (False, False, False)
     modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
     if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
         modules._is_in_any_mode_without_ignore_compile_internals = before[2]
         modules.set_is_in_mode_without_ignore_compile_internals(before[2])
 
 
-# What ``torch.compile`` makes of a graph with the option ``wrap_inductor_compiled_regions``; earlier releases lack it.
-_COMPILED_CODE = getattr(torch._higher_order_ops, "inductor_compiled_code", None)
+# What ``torch.compile`` makes of a graph with the option ``wrap_inductor_compiled_regions``.
+_COMPILED_CODE: Any = torch._higher_order_ops.inductor_compiled_code
 
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
 # code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
@@ -609,7 +553,7 @@ def in_autocast() -> bool:
 active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 # How many these are, in a call that costs next to nothing.
-count_of_modes: Callable[[], int] = faster("_len_torch_dispatch_stack", lambda: len(active_modes()))
+count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _casts_the_last_first() -> bool:
@@ -702,8 +646,8 @@ BATCH_NORM: type = torch.nn.modules.batchnorm._BatchNorm
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
 # than them, and the policy is in the first.
 SELECTIVE_CONTEXTS = (
-    getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None),
-    getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None),
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
 )
 
 
@@ -712,8 +656,8 @@ def torch_checkpoint_switches() -> dict[str, bool]:
 
     Both set global variables of ``torch.utils.checkpoint``. Without these `drop_in` would not follow the two functions.
     """
-    switches = (("early_stop", "_enable_checkpoint_early_stop"), ("debug", "_checkpoint_debug_enabled"))
-    found = {option: getattr(torch.utils.checkpoint, name, None) for option, name in switches}
+    module: Any = torch.utils.checkpoint
+    found = {"early_stop": module._enable_checkpoint_early_stop, "debug": module._checkpoint_debug_enabled}
     return {option: value for option, value in found.items() if value is not None}
 
 
@@ -722,16 +666,9 @@ def op_of(value: Any) -> Any:
     return value._opoverload if isinstance(value, CustomOpDef) else value
 
 
-def has_effect(op: object) -> bool:
-    """Whether an op is registered to have ordered effects, as printing has; torch has no public way to ask."""
-    try:
-        from torch._higher_order_ops.effects import has_effects
-    except ImportError:
-        return False
-    try:
-        return bool(has_effects(op))
-    except TypeError:  # earlier releases asked for the arguments too
-        return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
+# Whether an op is registered to have ordered effects, as printing has. Without it `never_replay_effects` would repeat
+# them.
+has_effect: Callable[[Any], bool] = has_effects
 
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
@@ -833,8 +770,8 @@ def is_under_always_called_hooks(until: CodeType) -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not until:
         if frame.f_code is _CALL_WITH_HOOKS and (
-            getattr(torch.nn.modules.module, "_global_forward_hooks_always_called", None)
-            or getattr(frame.f_locals["self"], "_forward_hooks_always_called", None)
+            torch.nn.modules.module._global_forward_hooks_always_called
+            or frame.f_locals["self"]._forward_hooks_always_called
         ):
             return True
         frame = frame.f_back

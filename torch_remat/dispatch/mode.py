@@ -295,7 +295,7 @@ class RematMode(DispatchMode):
                 try:
                     return self.user_code(function, args, kwargs)
                 finally:
-                    pop_mode(self, before)
+                    pop_mode(before)
             if self.lets_compiled_code_run:
                 with _Uncompiled():
                     return self.user_code(function, args, kwargs)
