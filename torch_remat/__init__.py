@@ -4,14 +4,11 @@ from typing import TYPE_CHECKING
 
 from torch_remat import _requires as _requires  # first: it says so where torch is too old
 from torch_remat import policies
-from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
-from torch_remat._handle import get_handle
-from torch_remat._names import name_scope
-from torch_remat._native import native_save_region
+from torch_remat._handle import auto_forward, get_handle
+from torch_remat._names import checkpoint_name, name_scope
 from torch_remat._offload import offload_to
-from torch_remat._op import op, recompute_needs_tensor
-from torch_remat._save_names import checkpoint_name, offload_names, save_names
+from torch_remat._op import native_save_region, op, recompute_needs_tensor
 from torch_remat._util.lazy import loaded_on_use
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -28,6 +25,7 @@ from torch_remat.errors import (
 )
 from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
+from torch_remat.policies.names import offload_names, save_names
 
 if TYPE_CHECKING:
     from torch_remat import budgets as budgets
