@@ -23,9 +23,9 @@ from torch_remat._compiled import compiled_part
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, shown
 from torch_remat.modules.patterns import OfModule, Pattern, callable_modules, matches, near, told
-from torch_remat.policies.decision import CheckpointPolicy, Decision
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.given import as_policy
-from torch_remat.policies.policy import Decider, OpContext, OpPolicy
+from torch_remat.policies.policy import OpPolicy
 
 _FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
 
@@ -95,14 +95,6 @@ class ModulesPolicy(OpPolicy):
         """Return it, since it chooses modules."""
         return (self,)
 
-    def parts(self) -> tuple[Any, ...]:
-        """Return nothing: in a compiled region the modules themselves are parts of one."""
-        return ()
-
-    def begin(self) -> Decider:
-        """Begin one forward: it says nothing of ops."""
-        return _NothingDecider()
-
     def name_of(self, module: Module) -> str | None:
         """Return the path of a module that it chooses; None for another."""
         return self.names.get(module)
@@ -160,11 +152,6 @@ class ModulesPolicy(OpPolicy):
             for module in root.modules():
                 if self.names.pop(module, None) is not None and isinstance(kept := module.forward, KeptForward):
                     kept.remove()
-
-
-class _NothingDecider(Decider):
-    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        return (Decision.PREFER_RECOMPUTE,)
 
 
 class KeptForward(OfModule):
