@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from torch_remat._checkpoint import checkpoint, require_values, with_policy
-from torch_remat._options import ModulesOptions, require_options, says_form
+from torch_remat._checkpoint import checkpoint
+from torch_remat._options import ModulesOptions, checked_options, says_form
 from torch_remat.errors import UsageError, shown
 from torch_remat.modules.patterns import ForwardOfModule, Pattern, callable_modules, is_pattern, matches, near, told
 from torch_remat.modules.saved import ModulesPolicy, modules_policies
@@ -232,15 +232,13 @@ def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
 
 
 def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern, options: dict[str, Any]) -> _Match:
-    require_options("checkpoint_modules", options, ModulesOptions, _FORM)
     keep_last = options.pop("keep_last", 0)
     if type(keep_last) is not int or keep_last < 0:
         raise UsageError(
             f"checkpoint_modules(keep_last={shown(keep_last)}) is not possible",
             remedy=f"It is a number from 0 on. {_FORM}",
         )
-    require_values("checkpoint_modules", options, _FORM)
-    options = with_policy(options)
+    options = checked_options("checkpoint_modules", options, ModulesOptions, _FORM)
     found = {id(module): (name, module) for name, module in reversed(named) if matches(name, module, pattern)}
     if not found:
         raise UsageError(
