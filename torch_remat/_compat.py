@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
-from threading import Lock
+from threading import Lock, Thread
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import optree
 import torch
 import torch.overrides
 import torch.utils.checkpoint
@@ -32,6 +31,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
+
+if TYPE_CHECKING:
+    import optree as optree
+else:
+
+    class _Optree:
+        """Loads optree when it is first used: a step whose arguments are plain tensors does without."""
+
+        def __getattr__(self, name: str) -> Any:
+            import optree
+
+            setattr(self, name, value := getattr(optree, name))
+            return value
+
+    optree = _Optree()
 
 # The namespaces of ops that communicate, most of them private. Without them a policy could not keep what collectives
 # return, and random state would be kept for each of them.
@@ -556,6 +570,19 @@ active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispat
 count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+@cache
+def casts_the_last_first() -> bool:
+    """Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates them.
+
+    A thread of its own finds out, where no hooks and modes of a region are.
+    """
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(_casts_the_last_first()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def _casts_the_last_first() -> bool:
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         one = torch.zeros(1, 1, requires_grad=True, device="cpu").clone()
@@ -563,9 +590,6 @@ def _casts_the_last_first() -> bool:
     first, last = (node for node, _ in made.next_functions)
     return node_number(first) > node_number(last)
 
-
-# Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates arguments.
-CASTS_THE_LAST_FIRST = _casts_the_last_first()
 
 # Whether autocast is on for any device type. The public function asks for one, and a region may use several.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

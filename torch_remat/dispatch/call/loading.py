@@ -11,11 +11,10 @@ from functools import cached_property
 from operator import is_
 from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor
 
-from torch_remat._compat import Handler, same_memory
+from torch_remat._compat import Handler, optree, same_memory
 from torch_remat.dispatch.call.entry import Call, Waiting
 from torch_remat.dispatch.call.result import SAME, Again, Passed
 from torch_remat.dispatch.check.compare import SAME_ORDER, mismatched, other_source

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -25,6 +24,7 @@ from torch_remat._compat import (
     count_of_modes,
     in_autocast,
     keep_from_compiler,
+    optree,
     storage_key,
     without_dispatch_modes,
 )

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 
-from torch_remat._compat import Handler, count_of_modes, keep_from_compiler
+from torch_remat._compat import Handler, count_of_modes, keep_from_compiler, optree
 from torch_remat.dispatch.keys import (
     dense_layout,
     has_placeholder,

@@ -41,12 +41,12 @@ from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import ReleasedError, UsageError
-from torch_remat.ladders.kinds import Kind
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ops.entry import Entry
     from torch_remat.dispatch.slot import Slot
+    from torch_remat.ladders.kinds import Kind
 
 # Weak references to all regions that are alive, for reports.
 _regions: set[ref[Region]] = set()
