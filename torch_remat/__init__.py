@@ -25,7 +25,6 @@ from torch_remat.errors import (
 )
 from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
-from torch_remat.policies.names import offload_names, save_names
 
 if TYPE_CHECKING:
     from torch_remat import budgets as budgets
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torch_remat.modules.saved import save_modules
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
+    from torch_remat.policies.names import offload_names, save_names
     from torch_remat.reports.explain import explain
     from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
     from torch_remat.reports.names import list_names
@@ -99,6 +99,7 @@ _LOADED_ON_USE = {
     "budgets.limit": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
+    "policies.names": ("offload_names", "save_names"),
     "reports.explain": ("explain",),
     "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
     "reports.names": ("list_names",),

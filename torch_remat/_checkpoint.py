@@ -12,13 +12,12 @@ import torch
 from torch.compiler import is_compiling
 
 from torch_remat._compiled import compiled_region
-from torch_remat._options import CheckpointOptions, checked_options, require_values, says_form
+from torch_remat._options import CheckpointOptions, checked_options, read_policy, require_values, says_form
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch, watch_by
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.given import as_policy
 from torch_remat.policies.policy import OpPolicy, split
 
 if TYPE_CHECKING:
@@ -116,8 +115,8 @@ def checkpoint(
         usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
         return usual
     options = _with_parts(Options(
-        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
-        None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
+        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn, read_policy(policy),
+        allow_cache_entry_mutation, offloader, offload_inputs,
     ))  # fmt: skip
     require_values(options, "checkpoint", _FORM)
     if debug and policy is None:  # with a policy, errors name the ops that differ

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 from torch_remat._offload import OFFLOADER, is_offloader
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError, shown
-from torch_remat.policies.given import as_policy
 
 if TYPE_CHECKING:
     from torch_remat.offload.protocol import Offloader
@@ -116,9 +115,16 @@ def checked_options(function: str, options: Mapping[str, Any], known: type, form
         if option not in known.__annotations__:
             raise unknown_option(function, option, known.__annotations__, form)
     require_values(Options(**options), function, form)
-    if (policy := options.get("policy")) is None:
-        return dict(options)
-    return {**options, "policy": as_policy(policy)}
+    return {**options, "policy": read_policy(options["policy"])} if "policy" in options else dict(options)
+
+
+def read_policy(given: OpPolicy | Iterable[Any] | Mapping[Any, Any] | Callable[..., Any] | None) -> OpPolicy | None:
+    """Return what a user gave as a policy in the form that the runtime asks."""
+    if given is None:
+        return None
+    from torch_remat.policies.given import as_policy  # loaded only where it is used
+
+    return as_policy(given)
 
 
 def require_values(options: Options, function: str, form: str) -> None:

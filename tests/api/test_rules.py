@@ -66,7 +66,7 @@ def layer(module: str) -> int:
         return 5  # the package itself gathers the public names
     if parts[0] == "dtr":
         return 6  # the bench: nothing imports it
-    if parts[0] in {"errors", "_compat", "_requires", "_version"}:
+    if parts[0] in {"errors", "_compat", "_requires", "_version"} or parts[:2] == ["_util", "lazy"]:
         return 0
     return {"policies": 1, "offload": 1, "ladders": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_remat.errors import PolicyError, shown
+from torch_remat.policies.given import as_policy as as_policy  # which `|` asks
 from torch_remat.policies.policy import ChoosesRungs, OpPolicy
 
 if TYPE_CHECKING:
