@@ -94,14 +94,15 @@ PRODUCTS_BY_FACE: Mapping[Callable[..., Any], Any] = {
 }
 OTHER_PRODUCTS: Sequence[Any] = (torch._scaled_mm, torch._scaled_grouped_mm, torch._int_mm)
 
+
 # The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
 # tensors of a transform past its end: they have no memory of their own, and hooks are refused.
-transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs, or a level of forward-mode derivatives is open: no public way to ask."""
-    return transform() is not None or forward_ad._current_level >= 0
+    return _transform() is not None or forward_ad._current_level >= 0
 
 
 # What torch traces code with: tensors without memory, of a fake mode or around functional ones. Such a tensor that a
@@ -171,9 +172,9 @@ top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_
 
 # What the context managers torch.autograd.graph.saved_tensors_hooks and torch.enable_grad call, for a third of their
 # time: each region enters both twice. A pop must follow each push in the same thread, so they stand in try/finally.
-push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
-push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+_push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 # From torch 2.14 on: the saved-tensor hooks of the user's that are on the stack, past those of torch's own checkpoints.
 # Its selective checkpointing asks; without the marks below it takes a region's hooks for the user's, and warns.
@@ -184,16 +185,16 @@ _hooks_of_the_user = getattr(torch.utils.checkpoint, "_current_user_saved_tensor
 def push_region_hooks(pack: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
     """Put the hooks of a region on the stack, with the marks of those of torch's checkpoint."""
     if _hooks_of_the_user is None:
-        push_saved_tensors_hooks(pack, unpack)
+        _push_saved_tensors_hooks(pack, unpack)
         return
     around = None if top_saved_tensors_hooks() is None else _hooks_of_the_user()
-    push_saved_tensors_hooks(pack, unpack)
+    _push_saved_tensors_hooks(pack, unpack)
     pack._checkpoint_internal, pack._user_hooks = True, around
 
 
 def pop_region_hooks(pack: Any) -> None:
     """Take them off. The graph holds the pack hook, where no collector sees it, so that must not hold other hooks."""
-    pop_saved_tensors_hooks()
+    _pop_saved_tensors_hooks()
     if _hooks_of_the_user is not None:
         del pack._user_hooks
 
@@ -369,10 +370,10 @@ def after_backward(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def eager_only(function: F) -> F:
+def eager_only(function: _F) -> _F:
     """Mark a function that compiled code cannot call: with ``fullgraph=True`` the compiler's error says so by name.
 
     It is what ``torch.compiler.disable(reason=...)`` does, which would import the whole compiler.
@@ -382,7 +383,7 @@ def eager_only(function: F) -> F:
     return function
 
 
-def keep_from_compiler(function: F) -> F:
+def keep_from_compiler(function: _F) -> _F:
     """Have the compiler leave a function alone, the functions in it, and all that they call; it costs no call anything.
 
     Of the functions that a module defines: hooks are called while the compiler looks for code of the user.
@@ -396,7 +397,7 @@ def keep_from_compiler(function: F) -> F:
     return function
 
 
-def untraced(function: F) -> F:
+def untraced(function: _F) -> _F:
     """Have compiled autograd call a hook of ours as it is: what it runs is a replay, which is no part of the graph."""
     function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a region is replayed")
     return keep_from_compiler(function)
@@ -601,15 +602,12 @@ def kernel_of(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-DispatchState = tuple[Any, Any]
-
-
-def dispatch_state() -> DispatchState:
+def dispatch_state() -> tuple[Any, Any]:
     """Return which dispatch keys this thread includes and excludes: autograd, autocast, modes."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def with_dispatch_state(state: DispatchState) -> AbstractContextManager[Any]:
+def with_dispatch_state(state: tuple[Any, Any]) -> AbstractContextManager[Any]:
     """Return a context with an earlier state, and with the modes that are active now.
 
     Inside of an op autograd is switched off, so that ops of several parts would come whole.
