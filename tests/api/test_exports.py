@@ -53,6 +53,7 @@ assert not {"matplotlib", "networkx", "optree"} & set(sys.modules)
 print(*loaded)
 for name in torch_remat.__all__:
     getattr(torch_remat, name)
+torch_remat.policies.save_matmuls
 print(*(name for name in sys.modules if name.startswith("torch_remat.")))
 """
     done = subprocess.run(
