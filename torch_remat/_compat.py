@@ -134,7 +134,7 @@ function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
 def function_modes() -> tuple[TorchFunctionMode, ...]:
     """Return the torch-function modes of users that are active, outermost first; there is no public list.
 
-    Torch's own, which hold the default device or trace, are no modes of users.
+    Without them replay would not run under the modes of forward. Torch's own hold the default device, or trace.
     """
     stack = torch.overrides._get_current_function_mode_stack()
     return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] not in ("torch", "torch_remat"))
@@ -218,7 +218,10 @@ def is_refused(value: Any) -> bool:
 
 
 def has_one_output(node: Any) -> bool:
-    """Whether an autograd node is there, and has a single output, which torch has no public way to ask."""
+    """Whether an autograd node is there, and has a single output, which torch has no public way to ask.
+
+    Without it each call that a policy keeps would be looked into for results that it does not return.
+    """
     return len(getattr(node, "_input_metadata", ())) == 1
 
 
@@ -252,7 +255,8 @@ def adopt_pytree_node(kind: type, namespace: str = "torch_remat") -> bool:
 
 PYTREE_NAMESPACE = "torch_remat"
 
-# The op by which autograd makes a zero that has no memory, for forward-mode derivatives.
+# The op by which autograd makes a zero that has no memory, for forward-mode derivatives. Without it the bookkeeping of
+# autograd would count as an op of the user's.
 ZERO_TENSOR: Any = torch.ops.aten._efficientzerotensor.default
 
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
@@ -291,9 +295,11 @@ forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_muta
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 # A lazy negative of a tensor, as autograd makes it for the imaginary part of a conjugate; conj() has a public name.
+# Without it a placeholder, or an input of a replay, would be no such tensor though forward had one.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
-# The same for a subclass that shares the memory of another tensor, as a view of one without data does.
+# The same for a subclass that shares the memory of another tensor: without it `dtr` could not make views of tensors that
+# it may evict.
 make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 
 # Detaches an ordinary tensor past all dispatch modes, in one call instead of `detach` in `without_dispatch_modes`. Like
@@ -301,20 +307,22 @@ make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 detached: Callable[[torch.Tensor], torch.Tensor] = partial(torch.Tensor._make_subclass, torch.Tensor)
 
 # Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for
-# tensors that somebody refers to weakly.
+# tensors that somebody refers to weakly. Without it tensors could not leave a block of `dtr`.
 swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
-# Whether ops on a tensor come to its class in Python.
+# Whether ops on a tensor come to its class in Python. Without it `dtr` would return views that look plain and are not.
 is_dispatched: Callable[[torch.Tensor], bool] = attrgetter("_python_dispatch")
 
 # How many references there are to a tensor in C++: Python's own object is one, autograd's graph holds others.
+# Without it `dtr` could not tell which tensors `swap_identity` may exchange.
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
-# Runs ops as a dispatch mode's handler does, below autograd, where there is no handler.
+# Runs ops as a dispatch mode's handler does, below autograd, where there is no handler. Without it what `dtr`
+# recomputes would get a graph of its own.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-# The node of the backward that runs now in this thread, None outside of one. Without it budgets could not tell which
-# nodes are still to come, nor `dtr` the ops of a backward from others.
+# The node of the backward that runs now in this thread, None outside of one. Without it `dtr` could not tell where a
+# backward adds a gradient to a leaf.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
@@ -564,7 +572,8 @@ def in_autocast() -> bool:
     return depth > 1
 
 
-# The dispatch modes that are on the stack now: the one whose handler runs is not.
+# The dispatch modes that are on the stack now: the one whose handler runs is not. Without them a region's mode would be
+# put there twice, and see each op twice.
 active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 # How many these are, in a call that costs next to nothing.
@@ -626,7 +635,8 @@ def with_shared_versions() -> AbstractContextManager[Any]:
     return guard
 
 
-# Whether a tensor is a subclass that wraps other tensors and can be taken apart and rebuilt, such as DTensor.
+# Whether a tensor is a subclass that wraps other tensors and can be taken apart and rebuilt, such as DTensor. Without
+# it no placeholder could stand for one.
 is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
@@ -658,11 +668,15 @@ def innermost_function_mode() -> TorchFunctionMode | None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
+    """Set a tensor's version counter; torch's own context manager for this has no way to be left later.
+
+    Without it autograd would take what a replay skips, or puts back, for an in-place modification.
+    """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-# The base of all batch norms, which in training read none of their statistics, and write them uncounted.
+# The base of all batch norms, which in training read none of their statistics, and write them uncounted. Without it a
+# policy by op would take them for state.
 BATCH_NORM: type = torch.nn.modules.batchnorm._BatchNorm
 
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
