@@ -298,8 +298,8 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 # Without it a placeholder, or an input of a replay, would be no such tensor though forward had one.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
-# The same for a subclass that shares the memory of another tensor: without it `dtr` could not make views of tensors that
-# it may evict.
+# The same for a subclass that shares the memory of another tensor: without it `dtr` could not make views of one that it
+# may evict.
 make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 
 # Detaches an ordinary tensor past all dispatch modes, in one call instead of `detach` in `without_dispatch_modes`. Like
