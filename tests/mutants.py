@@ -733,7 +733,7 @@ MUTANTS = (
     ),
     Mutant(
         "casts in another order", "gradients", "dispatch/call/functions.py",
-        "reversed(places) if CASTS_THE_LAST_FIRST else places",
+        "reversed(places) if casts_the_last_first() else places",
         "places",
     ),
     Mutant(

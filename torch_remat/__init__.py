@@ -4,14 +4,11 @@ from typing import TYPE_CHECKING
 
 from torch_remat import _requires as _requires  # first: it says so where torch is too old
 from torch_remat import policies
-from torch_remat._auto_forward import auto_forward
 from torch_remat._checkpoint import checkpoint, checkpoint_sequential, is_recomputing
-from torch_remat._handle import get_handle
-from torch_remat._names import name_scope
-from torch_remat._native import native_save_region
+from torch_remat._handle import auto_forward, get_handle
+from torch_remat._names import checkpoint_name, name_scope
 from torch_remat._offload import offload_to
-from torch_remat._op import op, recompute_needs_tensor
-from torch_remat._save_names import checkpoint_name, offload_names, save_names
+from torch_remat._op import native_save_region, op, recompute_needs_tensor
 from torch_remat._util.lazy import loaded_on_use
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.placeholder import is_placeholder
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
     from torch_remat.modules.saved import save_modules
     from torch_remat.offload.cpu import CpuOffloader
     from torch_remat.offload.disk import DiskOffloader
+    from torch_remat.policies.names import offload_names, save_names
     from torch_remat.reports.explain import explain
     from torch_remat.reports.memory import format_current_memory_report, memory_report, print_current_memory_report
     from torch_remat.reports.names import list_names
@@ -101,6 +99,7 @@ _LOADED_ON_USE = {
     "budgets.limit": ("budget",),
     "offload.cpu": ("CpuOffloader",),
     "offload.disk": ("DiskOffloader",),
+    "policies.names": ("offload_names", "save_names"),
     "reports.explain": ("explain",),
     "reports.memory": ("format_current_memory_report", "memory_report", "print_current_memory_report"),
     "reports.names": ("list_names",),

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from torch_remat._compat import is_jit_tracing
 from torch_remat._compiled import compiled_region
-from torch_remat._offload import OFFLOADER, is_offloader
-from torch_remat._options import CheckpointOptions, require_options, says_form
+from torch_remat._options import CheckpointOptions, checked_options, read_policy, require_values, says_form
 from torch_remat.dispatch.mode import RematMode, current_mode
 from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch, watch_by
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader
-from torch_remat.policies.given import as_policy
 from torch_remat.policies.policy import OpPolicy, split
 
 if TYPE_CHECKING:
@@ -117,10 +114,10 @@ def checkpoint(
         usual: Callable[[Callable[P, R]], Callable[P, R]] = _bind_defaults
         return usual
     options = _with_parts(Options(
-        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn,
-        None if policy is None else as_policy(policy), allow_cache_entry_mutation, offloader, offload_inputs,
+        region_name, preserve_rng_state, determinism_check, early_stop, debug, context_fn, read_policy(policy),
+        allow_cache_entry_mutation, offloader, offload_inputs,
     ))  # fmt: skip
-    _validate(options)
+    require_values(options, "checkpoint", _FORM)
     if debug and policy is None:  # with a policy, errors name the ops that differ
         from torch_remat.reports.debug_log import OPS  # loaded only where it is used
 
@@ -152,7 +149,7 @@ class Checkpointed(Generic[P, R]):
         if is_compiling():
             traced: R = compiled_region(self._options, self.__wrapped__, args, kwargs)
             return traced
-        if not torch.is_grad_enabled() or is_jit_tracing():
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return self.__wrapped__(*args, **kwargs)
         output: R = run_region(self.__wrapped__, args, kwargs, self._options)
         return output
@@ -246,16 +243,15 @@ def checkpoint_sequential(
             f"checkpoint_sequential() cannot make {shown(segments)} segments of {len(chain)} functions",
             remedy="Choose a whole number from 1 to the number of functions.",
         )
-    require_options("checkpoint_sequential", options, CheckpointOptions, _SEQUENTIAL_FORM)
-    require_values("checkpoint_sequential", options, _SEQUENTIAL_FORM)
-    checkpoint(**options)  # a wrong value is an error even where no segment is a region
-    name = options.get("region_name") or "sequential"
+    # A wrong value is an error even where no segment is a region.
+    chosen = checked_options("checkpoint_sequential", options, CheckpointOptions, _SEQUENTIAL_FORM)
+    name = chosen.get("region_name") or "sequential"
     size = len(chain) // segments
     start = 0
     for _ in range(segments - 1):
         part = chain[start : start + size]
-        options["region_name"] = f"{name}[{start}:{start + size}]"
-        input = checkpoint(**options)(_chained(part))(input)
+        chosen["region_name"] = f"{name}[{start}:{start + size}]"
+        input = checkpoint(**chosen)(_chained(part))(input)
         start += size
     return _chained(chain[start:])(input)
 
@@ -282,46 +278,6 @@ def _watch(mode: RematMode) -> Watch:
 
 
 watch_by(_watch)
-
-
-def require_values(function: str, options: Mapping[str, Any], form: str) -> None:
-    """Raise the error of `checkpoint` about a value that an option cannot have, in the words of another function."""
-    _validate(Options(**options), function, form)
-
-
-def with_policy(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that can be pickled: with a policy in place of a list of ops, of which pickle knows nothing.
-
-    Raises:
-        PolicyError: What was given is not a policy.
-    """
-    if (policy := options.get("policy")) is None:
-        return dict(options)
-    return {**options, "policy": as_policy(policy)}
-
-
-def _validate(options: Options, function: str = "checkpoint", form: str = _FORM) -> None:
-    check = options.determinism_check
-    rules = (
-        (options.region_name is None or (isinstance(options.region_name, str) and options.region_name != ""),
-         "region_name", "a non-empty string or None"),
-        (isinstance(options.preserve_rng_state, bool), "preserve_rng_state", "True or False"),
-        (isinstance(check, str) and check in ("default", "none", "bitwise"), "determinism_check",
-         "'default', 'none' or 'bitwise'"),
-        (isinstance(options.early_stop, bool), "early_stop", "True or False"),
-        (isinstance(options.debug, bool), "debug", "True or False"),
-        (isinstance(options.allow_cache_entry_mutation, bool), "allow_cache_entry_mutation", "True or False"),
-        (options.context_fn is None or callable(options.context_fn), "context_fn",
-         "a callable that returns two context managers, or None"),
-        (options.offloader is None or is_offloader(options.offloader), "offloader", OFFLOADER),
-        (isinstance(options.offload_inputs, bool), "offload_inputs", "True or False"),
-    )  # fmt: skip
-    for holds, option, wanted in rules:
-        if not holds:
-            raise UsageError(
-                f"{function}({option}={shown(getattr(options, option))}) is not possible",
-                remedy=f"{option} is {wanted}. {form}",
-            )
 
 
 def _chained(functions: list[Callable[..., Any]]) -> Callable[[Any], Any]:

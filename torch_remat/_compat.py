@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
-from threading import Lock
+from threading import Lock, Thread
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import optree
 import torch
 import torch.overrides
 import torch.utils.checkpoint
 from torch._higher_order_ops import utils as _of_higher_order_ops
+from torch._higher_order_ops.effects import has_effects
 from torch._library.custom_ops import CustomOpDef as CustomOpDef  # what torch.library.custom_op makes of a function
 from torch._ops import OperatorBase as OperatorBase  # the types of what torch.ops gives; no public place has them
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -32,14 +32,20 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 
+if TYPE_CHECKING:
+    import optree as optree
+else:
 
-def faster(path: str, public: Any) -> Any:
-    """Return a symbol of ``torch._C`` that only saves microseconds, or the public way where a release lacks it."""
-    found: Any = torch._C
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return public if found is None else found
+    class _Optree:
+        """Loads optree when it is first used: a step whose arguments are plain tensors does without."""
 
+        def __getattr__(self, name: str) -> Any:
+            import optree
+
+            setattr(self, name, value := getattr(optree, name))
+            return value
+
+    optree = _Optree()
 
 # The namespaces of ops that communicate, most of them private. Without them a policy could not keep what collectives
 # return, and random state would be kept for each of them.
@@ -82,28 +88,21 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The products that have private names, and the public functions that call one of them without asking for overrides.
 PRODUCTS_BY_FACE: Mapping[Callable[..., Any], Any] = {
-    getattr(torch.nn.functional, face): getattr(torch, name)
-    for face, name in (
-        ("grouped_mm", "_grouped_mm"), ("scaled_mm", "_scaled_mm_v2"), ("scaled_grouped_mm", "_scaled_grouped_mm_v2"),
-    )
-    if hasattr(torch.nn.functional, face) and hasattr(torch, name)
-}  # fmt: skip
-OTHER_PRODUCTS: Sequence[Any] = [
-    getattr(torch, name) for name in ("_scaled_mm", "_scaled_grouped_mm", "_int_mm") if hasattr(torch, name)
-]
+    torch.nn.functional.grouped_mm: torch._grouped_mm,
+    torch.nn.functional.scaled_mm: torch._scaled_mm_v2,
+    torch.nn.functional.scaled_grouped_mm: torch._scaled_grouped_mm_v2,  # type: ignore[attr-defined]
+}
+OTHER_PRODUCTS: Sequence[Any] = (torch._scaled_mm, torch._scaled_grouped_mm, torch._int_mm)
 
-# Whether `torch.jit.trace` runs. Without it what Python calls a tensor here would be a name in the trace, and another
-# in the second trace, with which the first is compared.
-is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 # The innermost transform of torch.func that runs now (vmap, grad, jvp), or None. Without it a region would keep the
 # tensors of a transform past its end: they have no memory of their own, and hooks are refused.
-transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs, or a level of forward-mode derivatives is open: no public way to ask."""
-    return transform() is not None or forward_ad._current_level >= 0
+    return _transform() is not None or forward_ad._current_level >= 0
 
 
 # What torch traces code with: tensors without memory, of a fake mode or around functional ones. Such a tensor that a
@@ -129,13 +128,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 # The depth of the torch-function mode stack: zero means that no device context can be active, which spares the
 # slow public torch.get_default_device().
-function_mode_depth: Callable[[], int] = faster("_len_torch_function_stack", lambda: 1)
+function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
     """Return the torch-function modes of users that are active, outermost first; there is no public list.
 
-    Torch's own, which hold the default device or trace, are no modes of users.
+    Without them replay would not run under the modes of forward. Torch's own hold the default device, or trace.
     """
     stack = torch.overrides._get_current_function_mode_stack()
     return tuple(mode for mode in stack if type(mode).__module__.partition(".")[0] not in ("torch", "torch_remat"))
@@ -171,21 +170,11 @@ top_saved_tensors_hooks: Callable[[], SavedTensorHooks | None]
 top_saved_tensors_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 
 
-def push_in_public(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Put a pair of saved-tensor hooks on the stack by the public context manager."""
-    torch.autograd.graph.saved_tensors_hooks(pack, unpack).__enter__()
-
-
-def pop_in_public() -> None:
-    """Take the innermost pair off."""
-    torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__exit__()
-
-
 # What the context managers torch.autograd.graph.saved_tensors_hooks and torch.enable_grad call, for a third of their
 # time: each region enters both twice. A pop must follow each push in the same thread, so they stand in try/finally.
-push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
-push_saved_tensors_hooks = faster("_autograd._push_saved_tensors_default_hooks", push_in_public)
-pop_saved_tensors_hooks: Callable[[], None] = faster("_autograd._pop_saved_tensors_default_hooks", pop_in_public)
+_push_saved_tensors_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+_push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
 # From torch 2.14 on: the saved-tensor hooks of the user's that are on the stack, past those of torch's own checkpoints.
 # Its selective checkpointing asks; without the marks below it takes a region's hooks for the user's, and warns.
@@ -196,33 +185,22 @@ _hooks_of_the_user = getattr(torch.utils.checkpoint, "_current_user_saved_tensor
 def push_region_hooks(pack: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
     """Put the hooks of a region on the stack, with the marks of those of torch's checkpoint."""
     if _hooks_of_the_user is None:
-        push_saved_tensors_hooks(pack, unpack)
+        _push_saved_tensors_hooks(pack, unpack)
         return
     around = None if top_saved_tensors_hooks() is None else _hooks_of_the_user()
-    push_saved_tensors_hooks(pack, unpack)
+    _push_saved_tensors_hooks(pack, unpack)
     pack._checkpoint_internal, pack._user_hooks = True, around
 
 
 def pop_region_hooks(pack: Any) -> None:
     """Take them off. The graph holds the pack hook, where no collector sees it, so that must not hold other hooks."""
-    pop_saved_tensors_hooks()
+    _pop_saved_tensors_hooks()
     if _hooks_of_the_user is not None:
         del pack._user_hooks
 
 
-P = TypeVar("P", bound=Callable[..., Any])
-
-
-def internal_hook(pack: P) -> P:
-    """Mark a pack hook for good, which hides the hooks of the user's that are around it."""
-    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
-    return pack
-
-
 # The active torch.utils.checkpoint.GraphExecGroup, whose backwards share one replay; without it each has its own.
-graph_exec_group: Callable[[], object | None] = getattr(
-    getattr(torch.utils.checkpoint, "GraphExecGroup", None), "_get_current_group", lambda: None
-)
+graph_exec_group: Callable[[], object | None] = torch.utils.checkpoint.GraphExecGroup._get_current_group
 
 
 def node_behind(value: Any) -> Any:
@@ -240,7 +218,10 @@ def is_refused(value: Any) -> bool:
 
 
 def has_one_output(node: Any) -> bool:
-    """Whether an autograd node is there, and has a single output, which torch has no public way to ask."""
+    """Whether an autograd node is there, and has a single output, which torch has no public way to ask.
+
+    Without it each call that a policy keeps would be looked into for results that it does not return.
+    """
     return len(getattr(node, "_input_metadata", ())) == 1
 
 
@@ -274,7 +255,8 @@ def adopt_pytree_node(kind: type, namespace: str = "torch_remat") -> bool:
 
 PYTREE_NAMESPACE = "torch_remat"
 
-# The op by which autograd makes a zero that has no memory, for forward-mode derivatives.
+# The op by which autograd makes a zero that has no memory, for forward-mode derivatives. Without it the bookkeeping of
+# autograd would count as an op of the user's.
 ZERO_TENSOR: Any = torch.ops.aten._efficientzerotensor.default
 
 # The sequence number of an autograd node; see `sequence_number`. Called for each saved tensor.
@@ -292,13 +274,13 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def any_profiler_runs() -> bool:
     """Whether a profiler records, in whatever thread: torch crashes when a second one starts."""
-    return profiler_runs() or bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", False))
+    return profiler_runs() or torch.autograd.profiler._is_profiler_enabled
 
 
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
 ProfilerRange: Callable[[str], AbstractContextManager[Any]]
-ProfilerRange = faster("_profiler._RecordFunctionFast", torch.profiler.record_function)
+ProfilerRange = torch._C._profiler._RecordFunctionFast
 
 # Runs a function on placeholders as on plain tensors: by torch's own protocol real results would become placeholders.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
@@ -313,9 +295,11 @@ forbid_data_access: Callable[[torch.Tensor], None] = torch._C._set_throw_on_muta
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 # A lazy negative of a tensor, as autograd makes it for the imaginary part of a conjugate; conj() has a public name.
+# Without it a placeholder, or an input of a replay, would be no such tensor though forward had one.
 negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
-# The same for a subclass that shares the memory of another tensor, as a view of one without data does.
+# The same for a subclass that shares the memory of another tensor: without it `dtr` could not make views of one that it
+# may evict.
 make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 
 # Detaches an ordinary tensor past all dispatch modes, in one call instead of `detach` in `without_dispatch_modes`. Like
@@ -323,24 +307,27 @@ make_subclass: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 detached: Callable[[torch.Tensor], torch.Tensor] = partial(torch.Tensor._make_subclass, torch.Tensor)
 
 # Exchanges what two tensor objects are, keeping the objects: the part of torch.utils.swap_tensors that also works for
-# tensors that somebody refers to weakly.
+# tensors that somebody refers to weakly. Without it tensors could not leave a block of `dtr`.
 swap_identity: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
-# Whether ops on a tensor come to its class in Python.
+# Whether ops on a tensor come to its class in Python. Without it `dtr` would return views that look plain and are not.
 is_dispatched: Callable[[torch.Tensor], bool] = attrgetter("_python_dispatch")
 
 # How many references there are to a tensor in C++: Python's own object is one, autograd's graph holds others.
+# Without it `dtr` could not tell which tensors `swap_identity` may exchange.
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
-# Runs ops as a dispatch mode's handler does, below autograd, where there is no handler.
+# Runs ops as a dispatch mode's handler does, below autograd, where there is no handler. Without it what `dtr`
+# recomputes would get a graph of its own.
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-# The node of the backward that runs now in this thread, None outside of one. Without it budgets could not tell which
-# nodes are still to come, nor `dtr` the ops of a backward from others.
+# The node of the backward that runs now in this thread, None outside of one. Without it `dtr` could not tell where a
+# backward adds a gradient to a leaf.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 
-set_grad_enabled: Callable[[bool], object] = faster("_set_grad_enabled", torch.set_grad_enabled)
+# What the context managers of gradients call, without their objects: each replay switches twice.
+set_grad_enabled: Callable[[bool], object] = torch._C._set_grad_enabled
 
 # The lazy conjugate and negative bits of a tensor. Without them a placeholder would show others than the tensor that it
 # stands for.
@@ -391,15 +378,10 @@ def after_backward(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
-# Sets what the compiler's frame evaluation does with a code object. Where a release lacks it, modes are as slow as
-# torch's own.
-_set_strategy = getattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def eager_only(function: F) -> F:
+def eager_only(function: _F) -> _F:
     """Mark a function that compiled code cannot call: with ``fullgraph=True`` the compiler's error says so by name.
 
     It is what ``torch.compiler.disable(reason=...)`` does, which would import the whole compiler.
@@ -409,20 +391,21 @@ def eager_only(function: F) -> F:
     return function
 
 
-def keep_from_compiler(function: F) -> F:
+def keep_from_compiler(function: _F) -> _F:
     """Have the compiler leave a function alone, the functions in it, and all that they call; it costs no call anything.
 
     Of the functions that a module defines: hooks are called while the compiler looks for code of the user.
     """
-    if _set_strategy is not None:
-        frames = torch._C._dynamo.eval_frame
-        code: CodeType = function.__code__
-        for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
-            _set_strategy(one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP))
+    frames = torch._C._dynamo.eval_frame
+    code: CodeType = function.__code__
+    for one in (code, *(const for const in code.co_consts if isinstance(const, CodeType))):
+        frames.set_code_exec_strategy(
+            one, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        )
     return function
 
 
-def untraced(function: F) -> F:
+def untraced(function: _F) -> _F:
     """Have compiled autograd call a hook of ours as it is: what it runs is a replay, which is no part of the graph."""
     function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a region is replayed")
     return keep_from_compiler(function)
@@ -447,7 +430,7 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return _set_strategy is None
+        return False
 
     # Higher-order ops come to the handler as all others do; without this each is a NotImplementedError of torch's.
     supports_higher_order_operators = True
@@ -475,24 +458,11 @@ class DispatchMode(TorchDispatchMode):
             keep_from_compiler(cls.__torch_dispatch__)
 
 
-# What torch keeps, besides the stack, of the modes that are on it: in module variables, which other releases name
-# otherwise.
-_FLAGS = (
-    "_is_in_torch_dispatch_mode",
-    "_is_in_non_infra_torch_dispatch_mode",
-    "_is_in_any_mode_without_ignore_compile_internals",
-)
-_knows_flags = all(
-    hasattr(_python_dispatch, name) for name in (*_FLAGS, "set_is_in_mode_without_ignore_compile_internals")
-)
-_NO_MODE = (False, False, False)
+def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool]:
+    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given.
 
-
-def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
-    """Put a mode on the stack, as ``with mode:`` does in five functions; return what `pop_mode` is to be given."""
-    if not _knows_flags:
-        mode.__enter__()
-        return None
+    That is what torch keeps of the modes besides the stack, in variables of a module.
+    """
     modules: Any = _python_dispatch
     before = (
         modules._is_in_torch_dispatch_mode,
@@ -507,23 +477,20 @@ def push_mode(mode: DispatchMode) -> tuple[bool, bool, bool] | None:
     return before
 
 
-def pop_mode(mode: DispatchMode, before: tuple[bool, bool, bool] | None) -> None:
-    """Take a mode off the stack again."""
-    if before is None:
-        mode.__exit__(None, None, None)
-        return
+def pop_mode(before: tuple[bool, bool, bool]) -> None:
+    """Take the innermost mode off the stack again."""
     modules: Any = _python_dispatch
     torch._C._pop_torch_dispatch_stack(None)
     if not count_of_modes():  # torch keeps one set for all threads: what another one had set would stay for good
-        before = _NO_MODE
+        before = (False, False, False)
     modules._is_in_torch_dispatch_mode, modules._is_in_non_infra_torch_dispatch_mode = before[:2]
     if modules._is_in_any_mode_without_ignore_compile_internals != before[2]:
         modules._is_in_any_mode_without_ignore_compile_internals = before[2]
         modules.set_is_in_mode_without_ignore_compile_internals(before[2])
 
 
-# What ``torch.compile`` makes of a graph with the option ``wrap_inductor_compiled_regions``; earlier releases lack it.
-_COMPILED_CODE = getattr(torch._higher_order_ops, "inductor_compiled_code", None)
+# What ``torch.compile`` makes of a graph with the option ``wrap_inductor_compiled_regions``.
+_COMPILED_CODE: Any = torch._higher_order_ops.inductor_compiled_code
 
 # Counts the compiled frames that this thread runs, from 0 on; -1 stops. Torch has no public way to notice that compiled
 # code runs, which no dispatch mode sees: of its ops only those that it takes from libraries. Missing before torch 2.13.
@@ -612,11 +579,25 @@ def in_autocast() -> bool:
     return depth > 1
 
 
-# The dispatch modes that are on the stack now: the one whose handler runs is not.
+# The dispatch modes that are on the stack now: the one whose handler runs is not. Without them a region's mode would be
+# put there twice, and see each op twice.
 active_modes: Callable[[], list[TorchDispatchMode]] = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 # How many these are, in a call that costs next to nothing.
-count_of_modes: Callable[[], int] = faster("_len_torch_dispatch_stack", lambda: len(active_modes()))
+count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+@cache
+def casts_the_last_first() -> bool:
+    """Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates them.
+
+    A thread of its own finds out, where no hooks and modes of a region are.
+    """
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(_casts_the_last_first()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def _casts_the_last_first() -> bool:
@@ -626,9 +607,6 @@ def _casts_the_last_first() -> bool:
     first, last = (node for node, _ in made.next_functions)
     return node_number(first) > node_number(last)
 
-
-# Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates arguments.
-CASTS_THE_LAST_FIRST = _casts_the_last_first()
 
 # Whether autocast is on for any device type. The public function asks for one, and a region may use several.
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -640,15 +618,12 @@ def kernel_of(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-DispatchState = tuple[Any, Any]
-
-
-def dispatch_state() -> DispatchState:
+def dispatch_state() -> tuple[Any, Any]:
     """Return which dispatch keys this thread includes and excludes: autograd, autocast, modes."""
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def with_dispatch_state(state: DispatchState) -> AbstractContextManager[Any]:
+def with_dispatch_state(state: tuple[Any, Any]) -> AbstractContextManager[Any]:
     """Return a context with an earlier state, and with the modes that are active now.
 
     Inside of an op autograd is switched off, so that ops of several parts would come whole.
@@ -667,7 +642,8 @@ def with_shared_versions() -> AbstractContextManager[Any]:
     return guard
 
 
-# Whether a tensor is a subclass that wraps other tensors and can be taken apart and rebuilt, such as DTensor.
+# Whether a tensor is a subclass that wraps other tensors and can be taken apart and rebuilt, such as DTensor. Without
+# it no placeholder could stand for one.
 is_traceable_wrapper: Callable[[object], bool] = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 # Runs an op past all dispatch modes. What the hooks of checkpointing do to a tensor is no op of the user's.
@@ -699,18 +675,22 @@ def innermost_function_mode() -> TorchFunctionMode | None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter; torch's own context manager for this has no way to be left later."""
+    """Set a tensor's version counter; torch's own context manager for this has no way to be left later.
+
+    Without it autograd would take what a replay skips, or puts back, for an in-place modification.
+    """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-# The base of all batch norms, which in training read none of their statistics, and write them uncounted.
+# The base of all batch norms, which in training read none of their statistics, and write them uncounted. Without it a
+# policy by op would take them for state.
 BATCH_NORM: type = torch.nn.modules.batchnorm._BatchNorm
 
 # The types of the two contexts that torch's create_selective_checkpoint_contexts returns: a library may hand on no more
 # than them, and the policy is in the first.
 SELECTIVE_CONTEXTS = (
-    getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None),
-    getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", None),
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
 )
 
 
@@ -719,8 +699,8 @@ def torch_checkpoint_switches() -> dict[str, bool]:
 
     Both set global variables of ``torch.utils.checkpoint``. Without these `drop_in` would not follow the two functions.
     """
-    switches = (("early_stop", "_enable_checkpoint_early_stop"), ("debug", "_checkpoint_debug_enabled"))
-    found = {option: getattr(torch.utils.checkpoint, name, None) for option, name in switches}
+    module: Any = torch.utils.checkpoint
+    found = {"early_stop": module._enable_checkpoint_early_stop, "debug": module._checkpoint_debug_enabled}
     return {option: value for option, value in found.items() if value is not None}
 
 
@@ -729,16 +709,9 @@ def op_of(value: Any) -> Any:
     return value._opoverload if isinstance(value, CustomOpDef) else value
 
 
-def has_effect(op: object) -> bool:
-    """Whether an op is registered to have ordered effects, as printing has; torch has no public way to ask."""
-    try:
-        from torch._higher_order_ops.effects import has_effects
-    except ImportError:
-        return False
-    try:
-        return bool(has_effects(op))
-    except TypeError:  # earlier releases asked for the arguments too
-        return bool(has_effects(op, (), {}))  # type: ignore[call-arg]
+# Whether an op is registered to have ordered effects, as printing has. Without it `never_replay_effects` would repeat
+# them.
+has_effect: Callable[[Any], bool] = has_effects
 
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
@@ -840,8 +813,8 @@ def is_under_always_called_hooks(until: CodeType) -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not until:
         if frame.f_code is _CALL_WITH_HOOKS and (
-            getattr(torch.nn.modules.module, "_global_forward_hooks_always_called", None)
-            or getattr(frame.f_locals["self"], "_forward_hooks_always_called", None)
+            torch.nn.modules.module._global_forward_hooks_always_called
+            or frame.f_locals["self"]._forward_hooks_always_called
         ):
             return True
         frame = frame.f_back

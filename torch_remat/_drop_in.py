@@ -12,9 +12,9 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from torch_remat._checkpoint import checkpoint, require_values, with_policy
+from torch_remat._checkpoint import checkpoint
 from torch_remat._compat import SELECTIVE_CONTEXTS, top_saved_tensors_hooks, torch_checkpoint_switches
-from torch_remat._options import CheckpointOptions, require_options
+from torch_remat._options import CheckpointOptions, checked_options
 from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
 from torch_remat.errors import UsageError
 from torch_remat.policies.by_op import PolicyFunction
@@ -58,22 +58,20 @@ def drop_in(**options: Unpack[CheckpointOptions]) -> DropIn:
         >>> y = checkpoint(block, torch.randn(4, 8), use_reentrant=False)
         >>> y.sum().backward()
     """
-    require_options("drop_in", options, CheckpointOptions, _FORM)
-    require_values("drop_in", options, _FORM)
-    return DropIn(options)
+    return DropIn(checked_options("drop_in", options, CheckpointOptions, _FORM))
 
 
 class DropIn:
     """What `drop_in` returns.
 
     Args:
-        options: Those of `checkpoint`.
+        options: Those of `checkpoint`, as `checked_options` returns them.
     """
 
     __slots__ = ("__weakref__", "_bind", "_options")
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = with_policy(options)
+        self._options = options
         self._bind = checkpoint(**self._options)
 
     def __repr__(self) -> str:

@@ -8,8 +8,9 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar
 
-from torch_remat.dispatch.options import ContextFn, DeterminismCheck
-from torch_remat.errors import UsageError
+from torch_remat._offload import OFFLOADER, is_offloader
+from torch_remat.dispatch.options import ContextFn, DeterminismCheck, Options
+from torch_remat.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from torch_remat.offload.protocol import Offloader
@@ -95,8 +96,57 @@ def unknown_option(function: str, option: str, known: Iterable[str], form: str) 
     return UsageError(f"{function}() has no option {option!r}", remedy=f"{advice} {form}")
 
 
-def require_options(function: str, options: Iterable[str], known: type, form: str) -> None:
-    """Raise `UsageError` if one of the options is not in a `TypedDict`."""
+def checked_options(function: str, options: Mapping[str, Any], known: type, form: str) -> dict[str, Any]:
+    """Return options of regions that another function than `checkpoint` was given.
+
+    They can be pickled: a policy is in place of a list of ops, of which pickle knows nothing.
+
+    Args:
+        function: The function's name.
+        options: What it was given.
+        known: The `TypedDict` that has all its options.
+        form: What its errors show as the right form of a call.
+
+    Raises:
+        UsageError: One is not among the known, or has a value that it cannot have.
+        PolicyError: The policy is not one.
+    """
     for option in options:
         if option not in known.__annotations__:
             raise unknown_option(function, option, known.__annotations__, form)
+    require_values(Options(**options), function, form)
+    return {**options, "policy": read_policy(options["policy"])} if "policy" in options else dict(options)
+
+
+def read_policy(given: OpPolicy | Iterable[Any] | Mapping[Any, Any] | Callable[..., Any] | None) -> OpPolicy | None:
+    """Return what a user gave as a policy in the form that the runtime asks."""
+    if given is None:
+        return None
+    from torch_remat.policies.given import as_policy  # loaded only where it is used
+
+    return as_policy(given)
+
+
+def require_values(options: Options, function: str, form: str) -> None:
+    """Raise `UsageError` about a value that an option cannot have."""
+    check = options.determinism_check
+    rules = (
+        (options.region_name is None or (isinstance(options.region_name, str) and options.region_name != ""),
+         "region_name", "a non-empty string or None"),
+        (isinstance(options.preserve_rng_state, bool), "preserve_rng_state", "True or False"),
+        (isinstance(check, str) and check in ("default", "none", "bitwise"), "determinism_check",
+         "'default', 'none' or 'bitwise'"),
+        (isinstance(options.early_stop, bool), "early_stop", "True or False"),
+        (isinstance(options.debug, bool), "debug", "True or False"),
+        (isinstance(options.allow_cache_entry_mutation, bool), "allow_cache_entry_mutation", "True or False"),
+        (options.context_fn is None or callable(options.context_fn), "context_fn",
+         "a callable that returns two context managers, or None"),
+        (options.offloader is None or is_offloader(options.offloader), "offloader", OFFLOADER),
+        (isinstance(options.offload_inputs, bool), "offload_inputs", "True or False"),
+    )  # fmt: skip
+    for holds, option, wanted in rules:
+        if not holds:
+            raise UsageError(
+                f"{function}({option}={shown(getattr(options, option))}) is not possible",
+                remedy=f"{option} is {wanted}. {form}",
+            )

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import optree
 import torch
 
 
@@ -239,7 +238,6 @@ def warn(message: str, place: tuple[str, int] | None = None, registry: dict[Any,
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_OPTREE = str(Path(optree.__file__).parent)
 
 
 def user_line() -> tuple[str, int]:
@@ -269,6 +267,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_of_a_user(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith((_OURS, _TORCH, _OPTREE, "<eval_with_key>")):  # code that torch has written
+    if frame.f_code.co_filename.startswith((_OURS, _TORCH, "<eval_with_key>")):  # code that torch has written
         return False
-    return str(frame.f_globals.get("__name__")).partition(".")[0] not in sys.stdlib_module_names
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package != "optree" and package not in sys.stdlib_module_names

@@ -66,7 +66,7 @@ def layer(module: str) -> int:
         return 5  # the package itself gathers the public names
     if parts[0] == "dtr":
         return 6  # the bench: nothing imports it
-    if parts[0] in {"errors", "_compat", "_requires", "_version"}:
+    if parts[0] in {"errors", "_compat", "_requires", "_version"} or parts[:2] == ["_util", "lazy"]:
         return 0
     return {"policies": 1, "offload": 1, "ladders": 1, "dispatch": 2, "reports": 4, "budgets": 4}.get(parts[0], 3)
 
@@ -191,6 +191,24 @@ def test_files_keep_to_the_import_direction():
 
 def test_only_compat_names_private_torch_symbols():
     assert_none(lambda source, *_: private_names(source), allowed=("_compat.py",))
+
+
+def test_other_files_use_all_that_compat_offers():
+    body = ast.parse((PACKAGE / "_compat.py").read_text(encoding="utf-8")).body
+    offered = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            offered |= {target.id for target in targets if isinstance(target, ast.Name)}
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
+    used = {
+        alias.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == f"{NAME}._compat"
+        for alias in node.names
+    }
+    assert {name for name in offered if not name.startswith("_")} <= used
 
 
 def test_only_compat_asks_which_accelerator_there_is():

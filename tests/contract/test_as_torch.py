@@ -19,7 +19,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 import torch_remat as remat
 from tests.helpers import assert_clean_state, assert_same, chain, leaf
-from torch_remat import _compat
 
 TORCH = functools.partial(of_torch.checkpoint, use_reentrant=False)
 OURS = remat.drop_in()
@@ -202,17 +201,3 @@ def test_one_hot_of_what_is_kept_runs_the_ops_of_forward(keep):
         run = remat.checkpoint()(lambda x: remat.native_save_region("k", function, x).sin())
     expected = function(x) if keep == "policy" else function(x).sin()
     assert torch.equal(torch.autograd.grad(expected.sum(), x)[0], torch.autograd.grad(run(x).sum(), x)[0])
-
-
-def test_private_symbols_that_only_save_time_have_a_public_way_that_does_the_same():
-    assert _compat.faster("no_such.symbol", 3) == 3
-    seen = []
-    _compat.push_in_public(lambda tensor: seen.append("packed") or tensor, lambda tensor: tensor)
-    try:
-        hooks = _compat.top_saved_tensors_hooks()
-        assert hooks is not None
-        torch.ones(2, requires_grad=True).exp()
-    finally:
-        _compat.pop_in_public()
-    assert seen == ["packed"]
-    assert _compat.top_saved_tensors_hooks() is None

@@ -675,18 +675,18 @@ def needed(x):
     return y
 
 
-def written_result_of_compiled_code(x, opaque):
+def written_result_of_compiled_code(x):
     y = needed(x)
     z = remat.native_save_region("k", COMPILED, y.detach()).mul_(2)
     return z * remat.native_save_region("l", COMPILED, y).mul_(2).cos() * x
 
 
-def op_with_the_name_of_another_in_a_call(x, opaque):
+def op_with_the_name_of_another_in_a_call(x):
     y = HandleExp.apply(x, "h")
-    return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k", opaque=opaque)(y).exp()
+    return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k")(y).exp()
 
 
-def sparse_result(x, opaque):
+def sparse_result(x):
     at = torch.tensor([[0, 1], [1, 0]])
     y, sparse = remat.op(
         lambda t: (t.sin(), torch.sparse_coo_tensor(at, torch.ones(2), (4, 4), check_invariants=True)), "k"
@@ -694,12 +694,12 @@ def sparse_result(x, opaque):
     return torch.sparse.mm(sparse, y) * y
 
 
-def gradient_by_an_argument_in_a_call(x, opaque):
+def gradient_by_an_argument_in_a_call(x):
     def inner(y):
         t = x.detach().requires_grad_()
         return torch.autograd.grad((t.sin() * y).sum(), t)[0]
 
-    return remat.op(inner, "k", opaque=opaque)(x + x) * x.sin()
+    return remat.op(inner, "k")(x + x) * x.sin()
 
 
 @pairwise(
@@ -709,14 +709,13 @@ def gradient_by_an_argument_in_a_call(x, opaque):
         op_with_the_name_of_another_in_a_call,
         sparse_result,
     ],
-    opaque=[False, True],
     policy=[None, remat.policies.save_matmuls],
 )
 @pytest.mark.filterwarnings("ignore")  # of the compiler, too
-def test_what_is_rare_is_equal(program, opaque, policy):
+def test_what_is_rare_is_equal(program, policy):
     def whole(wrap):
         x = leaf(4, 4)
-        block = wrap(lambda x: program(x, opaque).sin().exp())  # so that replay comes to all of it
+        block = wrap(lambda x: program(x).sin().exp())  # so that replay comes to all of it
         return torch.autograd.grad(block(x * 1).sum(), x)
 
     assert_same_program(whole, policy=policy)

@@ -15,11 +15,10 @@ from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, storage_key
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, optree, storage_key
 from torch_remat.dispatch.placeholder import is_placeholder
 from torch_remat.offload.sender import Offloaded
 

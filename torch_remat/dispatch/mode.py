@@ -295,7 +295,7 @@ class RematMode(DispatchMode):
                 try:
                     return self.user_code(function, args, kwargs)
                 finally:
-                    pop_mode(self, before)
+                    pop_mode(before)
             if self.lets_compiled_code_run:
                 with DispatchMode():  # compiled code runs as it is written, where something watches its ops inside
                     return self.user_code(function, args, kwargs)

@@ -21,7 +21,6 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import optree
 import torch
 
 from torch_remat._compat import (
@@ -29,6 +28,7 @@ from torch_remat._compat import (
     forbid_data_access,
     make_wrapper_subclass,
     negative_view,
+    optree,
     set_conj,
     set_neg,
     without_dispatch_modes,

@@ -19,12 +19,11 @@ from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node
+from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, optree
 
 # Torch's own modules, to which nobody adds an attribute, have buffers at most; a bare `Module()` is a holder.
 _BARE = {kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module)} - {Module}

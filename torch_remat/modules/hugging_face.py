@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.nn import Module
 
-from torch_remat._checkpoint import require_values, with_policy
 from torch_remat._drop_in import DropIn
-from torch_remat._options import LayerOptions, require_options
+from torch_remat._options import LayerOptions, checked_options
 from torch_remat.errors import UsageError, warn
 from torch_remat.modules.patterns import OfModule
 from torch_remat.modules.saved import modules_policies
@@ -67,10 +66,7 @@ def enable_gradient_checkpointing(model: Any, **options: Unpack[LayerOptions]) -
         >>> y = model(torch.arange(8)[None], use_cache=False).last_hidden_state
         >>> y.sum().backward()
     """
-    require_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
-    require_values("enable_gradient_checkpointing", options, _FORM)
-    chosen = with_policy(options)
-    DropIn(chosen)  # wrong options are an error before the model is touched
+    chosen = checked_options("enable_gradient_checkpointing", options, LayerOptions, _FORM)
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(model)
     _make_regions(model, chosen)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from torch_remat._checkpoint import checkpoint, require_values, with_policy
-from torch_remat._options import ModulesOptions, require_options, says_form
+from torch_remat._checkpoint import checkpoint
+from torch_remat._options import ModulesOptions, checked_options, says_form
 from torch_remat.errors import UsageError, shown
-from torch_remat.modules.patterns import OfModule, Pattern, callable_modules, matches, near, told
+from torch_remat.modules.patterns import ForwardOfModule, Pattern, callable_modules, is_pattern, matches, near, told
 from torch_remat.modules.saved import ModulesPolicy, modules_policies
 
 if TYPE_CHECKING:
@@ -111,8 +109,8 @@ def checkpoint_modules(
     return handle
 
 
-class RegionForward(OfModule):
-    """The ``forward`` of a module that is a region; it is an attribute of the module.
+class RegionForward(ForwardOfModule):
+    """The ``forward`` of a module that is a region.
 
     Args:
         module: The module.
@@ -123,7 +121,7 @@ class RegionForward(OfModule):
         plan: What it keeps; None where that is asked of nobody.
     """
 
-    __slots__ = ("_bind", "active", "earlier", "name", "options", "plan")
+    __slots__ = ("_bind", "active", "name", "options", "plan")
 
     def __init__(
         self,
@@ -134,32 +132,17 @@ class RegionForward(OfModule):
         active: bool = True,
         plan: Plan | None = None,
     ) -> None:
-        super().__init__(module)
-        self.name, self.options, self.earlier, self.active, self.plan = name, options, earlier, active, plan
+        super().__init__(module, earlier)
+        self.name, self.options, self.active, self.plan = name, options, active, plan
         self._bind = checkpoint(region_name=name, **options)
 
     def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return all but the module; options are shared by copies."""
-        earlier = self.earlier if memo is None else deepcopy(self.earlier, memo)
-        return self.name, self.options, earlier, self.active, self.plan
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What was ``forward`` before, whose signature this has."""
-        if self.earlier is not None:
-            return self.earlier
-        module = self.module
-        forward: Callable[..., Any] = type(module).forward.__get__(module)
-        return forward
+        return self.name, self.options, *super().parts(memo), self.active, self.plan
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward as a region."""
-        function = self.earlier
-        if function is None:
-            module = self.module
-            forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
-            # The compiler does not know MethodType, nor, in Python 3.10, `__get__`.
-            function = partial(forward, module) if is_compiling() else forward.__get__(module)
+        function = self.__wrapped__
         if self.active:
             function = self._bind(function)
             if self.plan is not None and not is_compiling():
@@ -169,13 +152,7 @@ class RegionForward(OfModule):
     def remove(self) -> None:
         """Make the module what it was."""
         self.active = False  # for code that has put a function of its own around this one
-        module = self._reference()
-        if module is None or vars(module).get("forward") is not self:
-            return
-        if self.earlier is None:
-            del module.forward
-        else:
-            module.forward = self.earlier
+        super().remove()
 
 
 class CheckpointedModules:
@@ -243,8 +220,7 @@ def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
         raise UsageError(f"checkpoint_modules() cannot use {shown(patterns)} as patterns", remedy=_FORM)
     found = list(patterns.items() if isinstance(patterns, Mapping) else ((pattern, {}) for pattern in patterns))
     for pattern, own in found:
-        is_class = isinstance(pattern, type) and issubclass(pattern, Module)
-        if not (is_class or (isinstance(pattern, str) and pattern)):
+        if not is_pattern(pattern):
             raise UsageError(f"checkpoint_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
         if not isinstance(own, Mapping):
             raise UsageError(
@@ -256,15 +232,13 @@ def _checked(patterns: Any) -> list[tuple[Pattern, Mapping[str, Any]]]:
 
 
 def _match(model: Module, named: Sequence[tuple[str, Module]], pattern: Pattern, options: dict[str, Any]) -> _Match:
-    require_options("checkpoint_modules", options, ModulesOptions, _FORM)
     keep_last = options.pop("keep_last", 0)
     if type(keep_last) is not int or keep_last < 0:
         raise UsageError(
             f"checkpoint_modules(keep_last={shown(keep_last)}) is not possible",
             remedy=f"It is a number from 0 on. {_FORM}",
         )
-    require_values("checkpoint_modules", options, _FORM)
-    options = with_policy(options)
+    options = checked_options("checkpoint_modules", options, ModulesOptions, _FORM)
     found = {id(module): (name, module) for name, module in reversed(named) if matches(name, module, pattern)}
     if not found:
         raise UsageError(

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 from weakref import ref
 
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 from torch_remat._compat import WRAPPED_BY_COMPILE, WRAPPED_BY_FSDP1
@@ -66,6 +69,51 @@ class OfModule:
 
 def _nothing() -> None:
     return None
+
+
+class ForwardOfModule(OfModule):
+    """A ``forward`` that is an attribute of a module, around what the module runs without it.
+
+    Args:
+        module: The module.
+        earlier: What was the module's ``forward`` before, unless that is the one of its class.
+    """
+
+    __slots__ = ("earlier",)
+
+    def __init__(self, module: Module | None, earlier: Callable[..., Any] | None = None) -> None:
+        super().__init__(module)
+        self.earlier = earlier
+
+    def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
+        """Return what was ``forward`` before."""
+        return (self.earlier if memo is None else deepcopy(self.earlier, memo),)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What was ``forward`` before, whose signature this has."""
+        if self.earlier is not None:
+            return self.earlier
+        module = self.module
+        forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
+        # The compiler does not know, in Python 3.10, `__get__`.
+        function: Callable[..., Any] = partial(forward, module) if is_compiling() else forward.__get__(module)
+        return function
+
+    def remove(self) -> None:
+        """Make the module what it was."""
+        module = self.module_if_there()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        if self.earlier is None:
+            del module.forward
+        else:
+            module.forward = self.earlier
+
+
+def is_pattern(value: object) -> bool:
+    """Whether a value is a non-empty pattern on names, or a class of modules."""
+    return issubclass(value, Module) if isinstance(value, type) else isinstance(value, str) and value != ""
 
 
 def callable_modules(model: Module) -> Iterator[tuple[str, Module]]:

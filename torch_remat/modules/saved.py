@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,10 +21,19 @@ from torch_remat._compat import WRAPPED_BY_COMPILE
 from torch_remat._compiled import compiled_part
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.errors import PolicyError, shown
-from torch_remat.modules.patterns import OfModule, Pattern, callable_modules, matches, near, told
-from torch_remat.policies.decision import CheckpointPolicy, Decision
+from torch_remat.modules.patterns import (
+    ForwardOfModule,
+    OfModule,
+    Pattern,
+    callable_modules,
+    is_pattern,
+    matches,
+    near,
+    told,
+)
+from torch_remat.policies.decision import CheckpointPolicy
 from torch_remat.policies.given import as_policy
-from torch_remat.policies.policy import Decider, OpContext, OpPolicy
+from torch_remat.policies.policy import OpPolicy
 
 _FORM = 'The form is save_modules("*.self_attn", "mlp.down_proj", torch.nn.Linear), with one pattern or class, or more.'
 
@@ -64,8 +72,7 @@ def save_modules(*patterns: Pattern) -> OpPolicy:
         ['0']
     """
     for pattern in patterns:
-        is_class = isinstance(pattern, type) and issubclass(pattern, Module)
-        if not (is_class or (isinstance(pattern, str) and pattern)):
+        if not is_pattern(pattern):
             raise PolicyError(f"save_modules() cannot use the pattern {shown(pattern)}", remedy=_FORM)
     if not patterns:
         raise PolicyError("save_modules() got no pattern", remedy=_FORM)
@@ -94,14 +101,6 @@ class ModulesPolicy(OpPolicy):
     def modules(self) -> Sequence[ModulesPolicy]:
         """Return it, since it chooses modules."""
         return (self,)
-
-    def parts(self) -> tuple[Any, ...]:
-        """Return nothing: in a compiled region the modules themselves are parts of one."""
-        return ()
-
-    def begin(self) -> Decider:
-        """Begin one forward: it says nothing of ops."""
-        return _NothingDecider()
 
     def name_of(self, module: Module) -> str | None:
         """Return the path of a module that it chooses; None for another."""
@@ -162,37 +161,10 @@ class ModulesPolicy(OpPolicy):
                     kept.remove()
 
 
-class _NothingDecider(Decider):
-    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        return (Decision.PREFER_RECOMPUTE,)
+class KeptForward(ForwardOfModule):
+    """The ``forward`` of a module that regions may keep."""
 
-
-class KeptForward(OfModule):
-    """The ``forward`` of a module that regions may keep; it is an attribute of the module.
-
-    Args:
-        module: The module.
-        earlier: What was the module's ``forward`` before, unless that is the one of its class.
-    """
-
-    __slots__ = ("earlier",)
-
-    def __init__(self, module: Module | None, earlier: Callable[..., Any] | None = None) -> None:
-        super().__init__(module)
-        self.earlier = earlier
-
-    def parts(self, memo: dict[int, Any] | None) -> tuple[Any, ...]:
-        """Return all but the module."""
-        return (self.earlier if memo is None else deepcopy(self.earlier, memo),)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What was ``forward`` before, whose signature this has."""
-        if self.earlier is not None:
-            return self.earlier
-        module = self.module
-        forward: Any = type(module).forward  # of its class as it is now: fully_shard changes it
-        return partial(forward, module) if is_compiling() else MethodType(forward, module)
+    __slots__ = ()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, as a call that is kept if the region's policy says so."""
@@ -205,16 +177,6 @@ class KeptForward(OfModule):
             if mode is not None and (name := policy.name_of(self.module)) is not None:
                 return mode.run_named(name, CheckpointPolicy.SAVE, forward, args, kwargs)
         return forward(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Make the module what it was."""
-        module = self.module
-        if vars(module).get("forward") is not self:
-            return
-        if self.earlier is None:
-            del module.forward
-        else:
-            module.forward = self.earlier
 
 
 def _compiled_in(root: Module) -> dict[Module, Module]:
@@ -231,10 +193,10 @@ def modules_policies(policy: Any) -> Sequence[ModulesPolicy]:
 
 def _keep_calls_of(module: Module) -> None:
     forward = vars(module).get("forward")
-    while isinstance(inner := forward, OfModule):
-        if isinstance(inner, KeptForward):
+    while isinstance(forward, ForwardOfModule):
+        if isinstance(forward, KeptForward):
             return
-        forward = getattr(inner, "earlier", None)
+        forward = forward.earlier
     module.forward = KeptForward(module, vars(module).get("forward"))
 
 

@@ -5,12 +5,11 @@ In: a share. Kept: nothing. Out: a rung of a region's ladder, which the runtime 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_remat.errors import PolicyError, shown
-from torch_remat.policies.decision import Decision
-from torch_remat.policies.policy import ChoosesRungs, Decider, OpContext, OpPolicy
+from torch_remat.policies.given import as_policy as as_policy  # which `|` asks
+from torch_remat.policies.policy import ChoosesRungs, OpPolicy
 
 if TYPE_CHECKING:
     from torch_remat.ladders.ladder import Ladder, Rung
@@ -39,17 +38,8 @@ class MemoryBudget(OpPolicy):
         return ladder.at_share(self._share)
 
     def parts(self) -> tuple[Any, ...]:
-        """Return the kind and the share, which decides."""
+        """Return the kind and the share; in a compiled region nothing is known of calls, and all is recomputed."""
         return MemoryBudget, self._share, None
-
-    def begin(self) -> Decider:
-        """Begin one forward of a compiled region, where nothing is known of calls: all is recomputed."""
-        return _Nothing()
-
-
-class _Nothing(Decider):
-    def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
-        return (Decision.PREFER_RECOMPUTE,)
 
 
 def memory_budget(share: float) -> MemoryBudget:

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch_remat._compat import past_the_compiler
 from torch_remat.errors import Carried, PolicyError, RematError, warn
 from torch_remat.policies.decision import OF_TORCH
-from torch_remat.policies.names import NamePolicy
 from torch_remat.policies.policy import Combined, OpContext, OpPolicy
 
 _FOR_TORCH = {decision: TorchPolicy[name] for name, decision in OF_TORCH.items()}
@@ -31,6 +30,8 @@ def contexts_for_torch(allow_cache_entry_mutation: bool, *parts: Any) -> tuple[A
     Raises:
         PolicyError: The policy asks for names.
     """
+    from torch_remat.policies.names import NamePolicy  # loaded only where it is used
+
     if NamePolicy in parts:
         raise past_the_compiler(_no_names())
     triples = zip(parts[::3], parts[1::3], parts[2::3], strict=True)

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch_remat.errors import PolicyError
+from torch_remat.errors import PolicyError, shown
 from torch_remat.policies.decision import Decision
 from torch_remat.policies.given import as_policy
 from torch_remat.policies.policy import Combined, Decider, OpContext, OpPolicy
@@ -30,11 +30,11 @@ class NamePolicy(OpPolicy):
         return f"{mark}{kind}({', '.join(map(repr, self._patterns))})"
 
     def __invert__(self) -> LeftOut:
-        """Return what leaves these names out of a policy: ``policy & ~save_names("*.gate.*")``."""
+        """Return what excludes these names from a policy: ``policy & ~save_names("*.gate.*")``."""
         if self._decision.offloads:
             raise PolicyError(
                 f"~{self!r} is not possible",
-                remedy='Leave names out by policy & ~remat.save_names("*.gate.*"), also of what is offloaded.',
+                remedy='Exclude names by policy & ~remat.save_names("*.gate.*"), also of what is offloaded.',
             )
         return LeftOut(self._patterns)
 
@@ -98,3 +98,67 @@ class _NameDecider(Decider):
             tensor=pattern,
             remedy=f"Near names: {', '.join(near) or 'none'}. remat.list_names(function)(*args) shows all.",
         )
+
+
+def save_names(*patterns: str) -> NamePolicy:
+    """Return a policy that saves results by name.
+
+    Each result of an op in a region has an automatic name, the same in each run: the path of its module from the
+    region's root, the op, how many such ops ran in that module before, and which of the op's results it is, as in
+    ``attention.mm_2_0``. `checkpoint_name` gives a tensor another; `list_names` shows all.
+
+    Args:
+        *patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included.
+
+    Returns:
+        A policy for ``checkpoint(policy=...)``; ``|`` combines it with others. ``policy & ~save_names(...)`` excludes
+        the names from any policy: they are recomputed, whatever the parts of it say. A pattern that matches nothing is
+        an error at the end of the region's forward.
+
+    Raises:
+        PolicyError: There is no pattern, or one is no string or empty.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> y = remat.checkpoint(policy=remat.save_names("0.addmm_*"))(block)(x)
+        >>> policy = remat.policies.save_matmuls & ~remat.save_names("2.*")
+        >>> y = remat.checkpoint(policy=policy)(block)(x)
+    """
+    return NamePolicy(_checked("save_names", patterns), Decision.MUST_SAVE)
+
+
+def offload_names(*patterns: str) -> OpPolicy:
+    """Return a policy that offloads results by name: `save_names`, but what is kept leaves the device.
+
+    Where a policy saves some names and offloads others, ``save_names(...) | offload_names(...)``, saving is stronger.
+
+    Args:
+        *patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole name, case included.
+
+    Returns:
+        A policy for ``checkpoint(policy=...)``. A pattern that matches nothing is an error at the end of the region's
+        forward. The offloader is that of ``checkpoint(offloader=...)`` or of `offload_to`.
+
+    Raises:
+        PolicyError: There is no pattern, or one is no string or empty.
+
+    Example:
+        >>> import torch
+        >>> import torch_remat as remat
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> y = remat.checkpoint(policy=remat.offload_names("0.addmm_*"))(block)(x)
+    """
+    return NamePolicy(_checked("offload_names", patterns), Decision.MUST_OFFLOAD)
+
+
+def _checked(function: str, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise PolicyError(
+            f"{function}({', '.join(map(shown, patterns))}) is not possible",
+            remedy=f'The form is {function}("attention.*", "*.mm_2_0"), with at least one non-empty string.',
+        )
+    return patterns

@@ -6,13 +6,12 @@ runs, a decision for each result of an op, and an error for an entry that matche
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch_remat.errors import Carried, PolicyError
-from torch_remat.policies.decision import Decision
+from torch_remat.policies.decision import RECOMPUTED, Decision
 
 if TYPE_CHECKING:
     from torch_remat.ladders.ladder import Ladder, Rung
@@ -84,7 +83,7 @@ class OpContext:
         return self.names[0]
 
 
-class OpPolicy(ABC):
+class OpPolicy:
     """A policy for the ops of a region; ``|`` combines it with another of any kind, and the stronger decision holds.
 
     Stronger is: excluding by name, then MUST before PREFER, then saving before offloading before recomputing.
@@ -128,16 +127,16 @@ class OpPolicy(ABC):
         """Return the policies of which it is made."""
         return (self,)
 
-    @abstractmethod
     def begin(self) -> Decider:
         """Begin one forward."""
+        return Decider()
 
-    @abstractmethod
     def parts(self) -> tuple[Any, ...]:
         """Return kinds of policy, each with what it is about and with its decision, or None where it takes none.
 
         They are constants to the compiler.
         """
+        return ()
 
     def __or__(self, other: Any) -> OpPolicy:
         """Combine with another policy."""
@@ -148,8 +147,8 @@ class OpPolicy(ABC):
         return Combined((_read(other), self))
 
 
-class Decider(ABC):
-    """A policy while one forward runs.
+class Decider:
+    """A policy while one forward runs; this one says nothing.
 
     Attributes:
         reads_names: Whether it decides by automatic names, so that all ops have to be counted.
@@ -163,9 +162,9 @@ class Decider(ABC):
     def __init__(self) -> None:
         self.plans = {}
 
-    @abstractmethod
     def decide(self, context: OpContext, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Decision]:
         """Return the decision for each result of an op, or one decision for all."""
+        return RECOMPUTED
 
     def decide_op(self, op: Any) -> bool | None:
         """Return whether the one result of an op is kept, if the op alone decides and it does not leave the device."""
@@ -260,17 +259,7 @@ class KeptFunctions(NamedTuple):
     away: Collection[tuple[Any, int]] = ()
 
 
-class _Nothing(OpPolicy):
-    """What a region without a policy has."""
-
-    def begin(self) -> Decider:
-        raise NotImplementedError
-
-    def parts(self) -> tuple[Any, ...]:
-        return ()
-
-
-NOTHING_BY_FUNCTION = KeptFunctions(_NONE, (), _Nothing(), {})
+NOTHING_BY_FUNCTION = KeptFunctions(_NONE, (), OpPolicy(), {})
 _TABLES: dict[Any, dict[str, Any]] = {}  # since many make a policy anew in each step
 
 

@@ -24,11 +24,10 @@ from functools import cached_property, partial
 from operator import is_
 from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor
 
-from torch_remat._compat import Handler, as_written, same_memory
+from torch_remat._compat import Handler, as_written, optree, same_memory
 from torch_remat.dispatch.call.ending import promise, warn_of_second_run
 from torch_remat.dispatch.call.entry import NOTHING, Call, Given, Waiting
 from torch_remat.dispatch.call.handle import SKIPPED, RematHandle

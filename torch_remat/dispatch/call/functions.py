@@ -24,9 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from sys import _getframe
 from types import BuiltinFunctionType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import optree
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,14 +34,15 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from torch_remat._compat import (
-    CASTS_THE_LAST_FIRST,
     POINTER_FUNCTIONS,
     OperatorBase,
     OpOverloadPacket,
     any_autocast_enabled,
+    casts_the_last_first,
     is_dynamo_compiling,
     is_transformed,
     keep_from_compiler,
+    optree,
     storage_key,
     without_torch_function,
 )
@@ -61,11 +61,13 @@ from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.dispatch.slot import Slot
 from torch_remat.errors import Carried, RematError
-from torch_remat.ladders.ladder import Rung
 from torch_remat.policies.decision import CheckpointPolicy, Decision
 from torch_remat.policies.functions import changes_arguments, label_of, name_of, opened, opened_around
 from torch_remat.policies.nothing import is_known, is_new, note_first_functions, note_known
 from torch_remat.policies.policy import NOTHING_BY_FUNCTION, KeptFunctions
+
+if TYPE_CHECKING:
+    from torch_remat.ladders.ladder import Rung
 
 _new = object.__new__  # as in the recorder
 _OURS = f"{__name__.partition('.')[0]}."  # modules of this package, which write nothing
@@ -556,7 +558,8 @@ def _cast(
         places = [place for place, leaf in enumerate(leaves) if _is_cast(leaf) and is_there(leaf)]
         if any(isinstance(leaf, Tensor) and leaf.dim() < 2 for leaf in leaves) and name_of(func) != "linear":
             return args, kwargs, None
-    for place in reversed(places) if CASTS_THE_LAST_FIRST else places:  # in this order gradients of one tensor add up
+    # In this order gradients of one tensor add up.
+    for place in reversed(places) if casts_the_last_first() else places:
         leaves[place] = leaves[place].to(dtype)
     args, kwargs = with_leaves(args, kwargs, leaves)
     return args, kwargs, places

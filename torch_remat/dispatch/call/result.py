@@ -19,12 +19,11 @@ from operator import length_hint
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from torch_remat._compat import adopt_pytree_node, is_refused, node_number
+from torch_remat._compat import adopt_pytree_node, is_refused, node_number, optree
 from torch_remat.dispatch.call.entry import Call, Source, Waiting
 from torch_remat.dispatch.holder import CAST
 from torch_remat.dispatch.keys import DENSE

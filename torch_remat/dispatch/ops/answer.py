@@ -15,10 +15,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 
-from torch_remat._compat import Handler, count_of_modes, keep_from_compiler, set_version
+from torch_remat._compat import Handler, count_of_modes, keep_from_compiler, optree, set_version
 from torch_remat.dispatch.keys import (
     dense_layout,
     has_placeholder,

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import strided
 
-from torch_remat._compat import is_traceable_wrapper, without_work
+from torch_remat._compat import is_traceable_wrapper, optree, without_work
 from torch_remat.dispatch.keys import DENSE, key_of
 from torch_remat.dispatch.placeholder import (
     Geometry,

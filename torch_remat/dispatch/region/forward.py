@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from sys import _getframe, getrefcount
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -35,7 +35,6 @@ from torch_remat._compat import (
 from torch_remat.dispatch.call.ending import finish, judge
 from torch_remat.dispatch.call.functions import Noting, noting, with_rung
 from torch_remat.dispatch.call.recorder import Recorder
-from torch_remat.dispatch.call.survey import Survey
 from torch_remat.dispatch.check.samples import (
     UNKNOWN_TO_PYTHON,
     last_sample,
@@ -69,9 +68,11 @@ from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
 from torch_remat.dispatch.region.replay import fill
 from torch_remat.errors import UsageError, warn
-from torch_remat.ladders.kinds import kind_of
 from torch_remat.offload.transfer import Placement
 from torch_remat.policies.decision import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from torch_remat.dispatch.call.survey import Survey
 
 
 def run_region(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
@@ -167,6 +168,8 @@ def begin(
         return None
     if top_saved_tensors_hooks() is not None:
         return None  # its forward may run again, and must keep the same
+    from torch_remat.ladders.kinds import kind_of  # loaded only where it is used
+
     leaves = leaves_of(args, kwargs)
     kind, shapes = kind_of(function, leaves)
     if options.price is None:
@@ -262,6 +265,8 @@ class Recording(RematMode):
         if begun.rung is not None and begun.kind.keeps_calls:
             region.chosen = with_rung(region.chosen, begun.rung)
         elif begun.is_new:
+            from torch_remat.dispatch.call.survey import Survey  # loaded only where it is used
+
             self.survey = self.function_mode = survey = Survey(self, begun.kind, begun.shapes)
             self.opening, self.lets_compiled_code_run = survey.see, CompiledCode.is_noticed
             region.surveyed, region.chosen = True, None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 from weakref import ref
 
-import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -27,6 +26,7 @@ from torch_remat._compat import (
     graph_task,
     negative_view,
     node_behind,
+    optree,
     without_dispatch_modes,
     would_run,
 )

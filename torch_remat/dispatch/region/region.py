@@ -39,12 +39,12 @@ from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import MismatchError, ReleasedError, UsageError
-from torch_remat.ladders.kinds import Kind
 from torch_remat.offload.sender import Sender
 
 if TYPE_CHECKING:
     from torch_remat.dispatch.ops.entry import Entry
     from torch_remat.dispatch.slot import Slot
+    from torch_remat.ladders.kinds import Kind
 
 SAME_OPS = (
     "The function must do the same in both phases: look for state that changed in between (a counter, a cache, a "
