@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch_remat._util.lazy import loaded_on_use
 
 if TYPE_CHECKING:
-    from torch_remat.reports.explanation import Explanation
+    from torch_remat.reports.explain import Explanation
     from torch_remat.reports.memory import MemoryReport
     from torch_remat.reports.names import NamedResult, NameTable
     from torch_remat.reports.trace import Trace
@@ -28,7 +28,7 @@ __all__ = ["Explanation", "MemoryReport", "NameTable", "NamedResult", "Trace"]
 __getattr__ = loaded_on_use(
     __name__,
     {
-        "explanation": ("Explanation",),
+        "explain": ("Explanation",),
         "memory": ("MemoryReport",),
         "names": ("NameTable", "NamedResult"),
         "trace": ("Trace",),

@@ -22,7 +22,7 @@ from torch_remat.dispatch.options import keeping
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.reports.data import Sums, report_of
 from torch_remat.reports.spans import BudgetState, GivenUp, Phase
-from torch_remat.reports.watch import Observer, WatchedOp
+from torch_remat.reports.watch import WatchedOp
 
 MARK = "torch_remat.trace "
 GIVEN = "torch_remat.given "
@@ -45,7 +45,7 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-class Recorder(Observer):
+class Recorder:
     """Notes the spans of a trace.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recorder(Observer):
         if phase == "forward" and op is not None and region.serial in self._forwards:
             mark.first_number, mark.end_number = op.numbers
 
-    def finish(self, region: Region, boundary: object) -> None:
+    def finish(self, region: Region) -> None:
         """Note what the region keeps, and which autograd nodes are its own."""
         marks = self._forwards.pop(region.serial, None)
         if marks is None:

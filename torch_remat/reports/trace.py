@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
-_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed in backward", "live", "peak"]
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed", "live", "peak"]
 _MOST_GIVEN = 12
 """How many lines show what budgets evicted."""
-_LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
+_LEGEND = "means of the calls; freed: in backward; live: at most after forward; peak: at most at any moment"
 
 
 _RECORDS = "it still records"
