@@ -169,13 +169,22 @@ def _ms(seconds: float) -> str:
 
 
 class _Recorded(Kind):
-    """What learns of one forward, and of no other."""
+    """What learns of one forward; ``known`` has those of all regions."""
 
-    record: Record | None = None
+    timed: Timed | None = None
+
+    def __init__(self, known: dict[Hashable, Timed]) -> None:
+        super().__init__(None)
+        self._known = known
 
     def learn(self, shapes: Hashable, record: Record) -> None:
-        """Take the record of the forward."""
-        self.record = record
+        """Take the record of the forward; equal ones have the least times of all of them."""
+        key = record.signature()
+        if (timed := self._known.get(key)) is None:
+            timed = self._known[key] = Timed(record)
+        else:
+            timed.add(record)
+        self.timed = timed
 
 
 class _Notes:
@@ -203,7 +212,7 @@ class _Notes:
         """Run a replay of a function that runs its own backward."""
         replay()
 
-    def ladder(self, timed: dict[Hashable, Timed]) -> tuple[Ladder | None, str]:
+    def ladder(self) -> tuple[Ladder | None, str]:
         """Return the region's ladder, and why it has no ladder, or one with two rungs."""
         if self.begun is None:
             if self.decides_by_op:
@@ -215,15 +224,15 @@ class _Notes:
         if not isinstance(kind, _Recorded):
             ladder = kind.ladder(self.begun.shapes, selected, left_out)
             return ladder, why or ("" if ladder else "no prices yet: its policy goes by price, and records it first")
-        if kind.record is None or not kind.record.whole_bytes:
+        if kind.timed is None or not kind.timed.record.whole_bytes:
             return None, "backward needs nothing of it"
-        if kind.record.is_hidden:
+        if kind.timed.record.is_hidden:
             why = "all or nothing is kept: compiled code runs in it, or a gradient is taken"
-        return timed[kind.record.signature()].ladder(selected, left_out, bool(kind.communicates)), why
+        return kind.timed.ladder(selected, left_out, bool(kind.communicates)), why
 
-    def told(self, timed: dict[Hashable, Timed]) -> RegionExplanation:
+    def told(self) -> RegionExplanation:
         """Return the explanation of the region."""
-        report, (ladder, no_prices) = self.report, self.ladder(timed)
+        report, (ladder, no_prices) = self.report, self.ladder()
         inputs = sum(one.bytes for one in report.tensors if one.kind == "input" and not one.offloaded)
         sums = report.bytes, report.offloaded_bytes
         if ladder is None:
@@ -300,27 +309,16 @@ class _Explaining:
 
     def __init__(self) -> None:
         self.notes: list[_Notes] = []
+        self._known: dict[Hashable, Timed] = {}
 
     def begin(self, options: Any, function: Any, leaves: Any, kind: Kind, shapes: Hashable) -> Begun:
         """Have a region recorded."""
-        return Begun(_Recorded(None), shapes, is_new=True)
+        return Begun(_Recorded(self._known), shapes, is_new=True)
 
     def keeper(self, region: Any, begun: Begun | None) -> _Notes:
         """Take notes of a region whose forward begins."""
         self.notes.append(_Notes(region, begun))
         return self.notes[-1]
-
-    def explanation(self) -> Explanation:
-        """Return what was noted; equal regions have the least times of all of them."""
-        timed: dict[Hashable, Timed] = {}
-        for note in self.notes:
-            if note.begun is not None and isinstance(note.begun.kind, _Recorded) and note.begun.kind.record is not None:
-                record = note.begun.kind.record
-                if (known := timed.get(record.signature())) is None:
-                    timed[record.signature()] = Timed(record)
-                else:
-                    known.add(record)
-        return Explanation(tuple(note.told(timed) for note in self.notes))
 
 
 _FORM = "remat.explain(function)(*args, **kwargs)"
@@ -369,6 +367,6 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
                 function(*args, **kwargs)
         finally:
             keeping.reset(token)
-        return explaining.explanation()
+        return Explanation(tuple(note.told() for note in explaining.notes))
 
     return explained

@@ -15,7 +15,7 @@ from tests.features.reports.blocks import native_block
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
 from tests.helpers import alive, assert_same, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat.dispatch import options
-from torch_remat.reports.spans import Sample, Span
+from torch_remat.reports.timeline import Sample, Span
 from torch_remat.reports.trace import Trace as Timeline
 
 
