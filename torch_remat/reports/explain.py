@@ -240,19 +240,21 @@ class _Notes:
             return RegionExplanation(report.name, *sums, inputs, ops=ops, no_prices=no_prices)
         steps = {step.name: step for step in ladder.record.steps}
         policies = {op.name: op.policy for op in report.ops if op.name in steps}
-        if self.begun is not None and isinstance(self.begun.kind, _Recorded):  # in which its policy keeps nothing
+        assert self.begun is not None
+        now = self.begun.rung or ladder.by_policy
+        if isinstance(self.begun.kind, _Recorded):  # its policy keeps nothing in this forward
             decisions = {} if self.functions is None else self.functions.decisions
             for name, size in ladder.by_policy.kept:
-                is_away = decisions[steps[name].function].offloads
-                policies[name] = "offload" if is_away else "save"
-                sums = sums[0] + size * (not is_away), sums[1] + size * is_away
+                if (decision := decisions.get(steps[name].function)) is not None:
+                    policies[name] = "offload" if decision.offloads else "save"
+                    sums = sums[0] + size * (not decision.offloads), sums[1] + size * decision.offloads
         more = sum(op.bytes + op.offloaded_bytes for op in report.ops if op.name not in steps)
         return RegionExplanation(
             report.name,
             *sums,
             inputs,
             0 if ladder.record.is_named else ladder.whole_bytes,
-            _seconds_of(ladder.by_policy),
+            _seconds_of(now),
             tuple(_named(op) for op in report.ops if op.name not in steps),
             tuple(_calls_of(ladder, policies)),
             tuple(_rungs_of(ladder, more)),
@@ -332,7 +334,8 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
     Each region is recorded as in the first step of a `torch_remat.budget`, which buys by the same numbers: the calls of
     functions in it, with the bytes of their results and the time of their kernels; and its *rungs*, from nothing kept
     to plain code, each with the calls that it keeps and the price of its bytes. Equal regions have the least times of
-    all of them. No backward runs, but for one that the function itself runs.
+    all of them. No backward runs, but for one that the function itself runs. Run a step before, since first kernels
+    are slow.
 
     There are no prices for a region inside another one, or with a policy for aten ops. In a region with calls that have
     names of their own, the ops in these count as run in each rung.
