@@ -228,7 +228,7 @@ class _Notes:
             return None, "backward needs nothing of it"
         if kind.timed.record.is_hidden:
             why = "all or nothing is kept: compiled code runs in it, or a gradient is taken"
-        return kind.timed.ladder(selected, left_out, bool(kind.communicates)), why
+        return kind.timed.ladder(selected, left_out, ends=False), why
 
     def told(self) -> RegionExplanation:
         """Return the explanation of the region."""
@@ -241,7 +241,7 @@ class _Notes:
         steps = {step.name: step for step in ladder.record.steps}
         policies = {op.name: op.policy for op in report.ops if op.name in steps}
         assert self.begun is not None
-        now = self.begun.rung or ladder.by_policy
+        now, rungs = self.begun.rung or ladder.by_policy, _climbed(ladder, bool(self.begun.kind.communicates))
         if isinstance(self.begun.kind, _Recorded):  # its policy keeps nothing in this forward
             decisions = {} if self.functions is None else self.functions.decisions
             for name, size in ladder.by_policy.kept:
@@ -256,8 +256,8 @@ class _Notes:
             0 if ladder.record.is_named else ladder.whole_bytes,
             _seconds_of(now),
             tuple(_named(op) for op in report.ops if op.name not in steps),
-            tuple(_calls_of(ladder, policies)),
-            tuple(_rungs_of(ladder, more)),
+            tuple(_calls_of(ladder, rungs, policies)),
+            tuple(_rungs_of(rungs, more)),
             no_prices,
         )
 
@@ -270,9 +270,8 @@ def _seconds_of(rung: Rung) -> float:
     return 0.0 if rung.is_plain else sum(ns for _, ns in rung.runs) / 1e9
 
 
-def _calls_of(ladder: Ladder, policies: dict[str, str]) -> Iterator[PricedCall]:
+def _calls_of(ladder: Ladder, rungs: Sequence[Rung], policies: dict[str, str]) -> Iterator[PricedCall]:
     record = ladder.record
-    rungs = _climbed(ladder)
     first: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for number, rung in enumerate(rungs):
@@ -287,9 +286,8 @@ def _calls_of(ladder: Ladder, policies: dict[str, str]) -> Iterator[PricedCall]:
             yield PricedCall(step.name, size, step.ns / 1e9, policies.get(step.name, ""), at)
 
 
-def _rungs_of(ladder: Ladder, more: int) -> Iterator[PricedRung]:
+def _rungs_of(rungs: Sequence[Rung], more: int) -> Iterator[PricedRung]:
     """Yield what the region can keep; with ``more`` bytes, which calls with names keep in any case."""
-    rungs = _climbed(ladder)
     for low, high in pairwise([rungs[0], *rungs]):
         before, gain = dict(low.kept), high.bytes - low.bytes
         added = tuple(name for name, _ in high.kept if name not in before)
@@ -297,11 +295,11 @@ def _rungs_of(ladder: Ladder, more: int) -> Iterator[PricedRung]:
         yield PricedRung(high.bytes + more, _seconds_of(high), price, added, high.is_plain)
 
 
-def _climbed(ladder: Ladder) -> list[Rung]:
-    """Return what the region keeps by its policy, and the rungs that keep more and take less time."""
+def _climbed(ladder: Ladder, ends: bool) -> list[Rung]:
+    """Return what the region keeps by its policy, and the rungs that keep more and take less time, or plain code."""
     first = ladder.by_policy
-    higher = (rung for rung in ladder.rungs if rung.ns < first.ns and (rung.is_plain or rung.bytes > first.bytes))
-    return [first, *higher]
+    higher = (rung for rung in ladder.rungs if rung.is_plain or (rung.bytes > first.bytes and not ends))
+    return [first, *(rung for rung in higher if rung.ns < first.ns)]
 
 
 class _Explaining:

@@ -19,6 +19,7 @@ from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner
 from tests.helpers import alive, assert_same, checkpointed, collector_off, leaf, watch
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.dispatch import options
+from torch_remat.dispatch.call.survey import Survey
 from torch_remat.ladders.kinds import forget_kinds
 
 BLOCK = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Sigmoid())
@@ -203,10 +204,23 @@ def test_regions_inside_others_have_no_prices(around, said):
     assert (told.kept_bytes, told.calls, told.rungs) == (0, (), ())
 
 
-def test_where_there_are_no_prices_the_text_says_why():
+def communicating(finish):
+    def finish_and_say_so(self, tape):
+        self._kind.communicates = "runs collectives"
+        finish(self, tape)
+
+    return finish_and_say_so
+
+
+def test_where_there_are_no_prices_the_text_says_why(monkeypatch):
     x = leaf(4, 64)
     assert "decides about aten ops" in explained(BLOCK, x, policy=[torch.ops.aten.mm]).no_prices
     assert "needs nothing" in explained(torch.sin, torch.ones(4)).no_prices
+    with monkeypatch.context() as patch:
+        patch.setattr(Survey, "finish", communicating(Survey.finish))
+        told = explained(BLOCK, x, policy=[F.gelu])
+    assert "all or nothing is kept: it runs collectives" in told.no_prices
+    assert (len(told.rungs), told.kept_bytes) == (2, 4 * (64 + 256) * 4)
     taken = lambda x: torch.autograd.grad(x.sin().sum(), x)[0].sum() * x  # noqa: E731
     assert "a gradient is taken" in explained(taken, x).no_prices
     forget_kinds()
