@@ -72,7 +72,7 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
         return RematHandle(ctx, name)
     handle: RematHandle = ops.begin(name, remat_policy, ctx) or RematHandle(ctx, name)
     if mode.observed is not None:
-        mode.observed.watch(handle, name, remat_policy, ctx)
+        mode.observed.watch(handle, name, ctx)
     return handle
 
 

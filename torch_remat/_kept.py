@@ -24,7 +24,6 @@ from weakref import ref
 import torch
 
 from torch_remat.dispatch.ambient import RngState
-from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.holder import Holder, is_parameter
 from torch_remat.dispatch.keys import key_of
 from torch_remat.dispatch.mode import current_mode
@@ -32,8 +31,6 @@ from torch_remat.dispatch.ops.entry import Entry
 from torch_remat.dispatch.region.forward import Recording
 from torch_remat.dispatch.region.region import Region
 from torch_remat.dispatch.slot import Slot
-from torch_remat.offload.sender import Offloaded
-from torch_remat.offload.transfer import may_travel
 from torch_remat.policies.decision import CheckpointPolicy
 
 Kind = Literal[
@@ -51,16 +48,6 @@ decides whether anything needs it; a replay has just made it; replay draws its n
 it is offloaded and is there as well: since it has not left, or since it has come
 back for a backward that goes on."""
 
-# Besides these kinds: a saved tensor that replay will make, which costs nothing; what replay needs as an
-# input: a result of an entry, what one wrote, or what a tensor was before; and a result of one aten op under a policy.
-What = Kind | Literal["empty", "slot", "result"]
-Why = Literal[
-    "backward",  # the backward of the entry `by` reads it, or of some op if that is empty
-    "replay",  # an op of replay reads it
-    "input of",  # not kept: replay takes it, or its memory, from `at` of the call `by`: an input, or a variable
-    "again",  # not kept: replay makes it again
-]
-
 
 class Around(NamedTuple):
     """What an enclosing region recomputes, or knows as a parameter, or a view of one."""
@@ -72,33 +59,28 @@ class Kept(NamedTuple):
     """One row of `kept_by`.
 
     Attributes:
-        what: What it is about.
+        kind: Why it is kept.
         op: The name of the entry that made or saved it, with its scopes; empty for what belongs to no named entry.
-        tensor: Its name there; see NOTE [ Names of what is kept ]. It is unique among the rows of the same kind and op,
-            random states and tensors that were written apart.
-        value: The tensor, or what stands for it: an `Offloaded`, an `Around`, whatever hooks around the region made of
-            it, or None if it is not kept. Its shape, storage and bytes are asked of this.
+        tensor: Its name there; see NOTE [ Names of what is kept ].
+        value: The tensor, or what stands for it: an `Offloaded`, an `Around`, or whatever hooks around the region made
+            of it. Its shape, storage and bytes are asked of this.
         made_on: The device on which forward had it; None if that is where the value is. If the value is a tensor
             elsewhere, hooks have moved it.
-        why: Why it is kept, or why not; ``by`` and ``at`` are the facts to it.
+        needed_by: ``"replay"``, ``"backward"``, or ``"backward of attention"``, that of an op.
         decision: The decision about the entry, or about this result of it; None for what no decision is about.
-        stayed: Why it is in place though the decision is OFFLOAD, in words; empty if it has left, or was not to.
     """
 
-    what: What
+    kind: Kind
     op: str
     tensor: str
     value: Any
     made_on: torch.device | None = None
-    why: Why = "replay"
-    by: str = ""
-    at: str = ""
+    needed_by: str = "replay"
     decision: CheckpointPolicy | None = None
-    stayed: str = ""
 
 
 def kept_by(region: Region) -> Iterator[Kept]:
-    """Yield all that a region keeps now, and the saved tensors that replay has to make."""
+    """Yield all that a region keeps now."""
     entries = [*region.tape.calls, *region.tape.functions.values()]
     decisions: dict[str, CheckpointPolicy] = {
         call.name: call.policy
@@ -109,14 +91,11 @@ def kept_by(region: Region) -> Iterator[Kept]:
     undecided = list(_undecided_in(region))
     away = {(entry.group, entry.label(place)) for entry in entries for place in entry.away}
     away |= {(row.op, row.tensor) for row in undecided if row.decision is CheckpointPolicy.OFFLOAD}
-    rows = chain(_unnamed(region), _named(region), _of_records(region), _of_entries(region, entries), undecided)
-    for row in rows:
-        value = held_in(row.value)
+    for row in chain(_unnamed(region), _named(region), _of_records(region), _of_entries(region, entries), undecided):
         decision = CheckpointPolicy.OFFLOAD if (row.op, row.tensor) in away else decisions.get(row.op)
-        if decision is None and row.what in ("saved", "slot", "result", "undecided"):
+        if decision is None and row.kind in ("saved", "kept for replay", "undecided"):
             decision = CheckpointPolicy.SAVE
-        stayed = _why_it_stayed(region, value) if decision is CheckpointPolicy.OFFLOAD else ""
-        yield row._replace(value=value, decision=decision, stayed=stayed)
+        yield row._replace(value=held_in(row.value), decision=decision)
 
 
 def in_partials(function: Any) -> Iterator[tuple[str, Any]]:
@@ -141,16 +120,6 @@ def region_behind(packed: Any) -> Region | None:
     return packed[2] if type(packed) is tuple and len(packed) == 4 and isinstance(packed[2], Region) else None
 
 
-def _why_it_stayed(region: Region, value: Any) -> str:
-    if isinstance(value, Offloaded):
-        return "the offloader took it, but it could not leave" if value.transfer.copy.told("stays") is True else ""
-    if region.hooks is not None and value is not None:
-        return "hooks around the region decide where it is"
-    if not isinstance(value, torch.Tensor):
-        return ""
-    return "the offloader did not take it" if may_travel(value) else "such a tensor does not travel"
-
-
 def _unnamed(region: Region) -> Iterator[Kept]:
     """Yield inputs, saved tensors without a name, and the random state before forward."""
     for label, leaf in () if region.inputs is None else list(region.inputs.kept()):
@@ -161,31 +130,28 @@ def _unnamed(region: Region) -> Iterator[Kept]:
     for place, entry in enumerate(list(region.tape.saved)):
         if type(entry) is ref and type(holder := entry()) is Holder:
             label = f"saved tensor {place}"
-            told: tuple[What, Why] = ("empty", "again") if holder.value is None else (_filled(region), "backward")
-            if made and holder.value is not None and (call := made.get(key_of(holder.value))) is not None:
-                yield Kept("saved", call.name, call.label(0), holder.value, why="backward", by=call.name)
+            if holder.value is not None and made and (call := made.get(key_of(holder.value))) is not None:
+                yield Kept("saved", call.name, call.label(0), holder.value, needed_by=_backward_of(call.name))
                 continue
-            yield Kept(told[0], "", label, holder.value, why=told[1])
+            if holder.value is not None:
+                yield Kept(_filled(region), "", label, holder.value, needed_by="backward")
     yield from _of_state(region.rng, "")
 
 
 def _named(region: Region) -> Iterator[Kept]:
     """Yield saved tensors that have names."""
-    sources: dict[int, tuple[Why, str, str]] = {}  # of waiting ones, by the holder
-    for call in (*region.tape.records.values(), *region.tape.functions.values()):
-        for waiting in call.waiting:
-            at = f"variable {waiting.place[1]!r}" if isinstance(waiting.place, tuple) else f"input {waiting.place}"
-            sources.setdefault(id(waiting.holder()), ("input of", call.name, at))
     for holder in region.tape.named_holders():
         packed = holder.value if holder.unpack is None else holder.packed
-        op, name, made_on = holder.op, holder.name, holder.metadata[3]
-        if packed is None:
-            yield Kept("empty", op, name, None, made_on, *sources.get(id(holder), ("again",)))
-        else:
-            yield Kept("saved" if holder.resident else _filled(region), op, name, packed, made_on, "backward", op)
+        if packed is not None:
+            kind: Kind = "saved" if holder.resident else _filled(region)
+            yield Kept(kind, holder.op, holder.name, packed, holder.metadata[3], _backward_of(holder.op))
 
 
-def _filled(region: Region) -> What:
+def _backward_of(op: str) -> str:
+    return f"backward of {op}" if op else "backward"
+
+
+def _filled(region: Region) -> Kind:
     return "refilled" if region.finished else "undecided"
 
 
@@ -210,15 +176,14 @@ def _of_entries(region: Region, entries: Sequence[Entry]) -> Iterator[Kept]:
     for entry in entries:
         if not (entry.is_call or region.finished):
             continue  # undecided
-        what: What = "slot" if isinstance(entry, Call) else "result"
         for place, slot in list(entry.kept.items()):
-            yield _of_slot(slot, entry.group, entry.label(place), what if place >= 0 else "slot")
+            yield _of_slot(slot, entry.group, entry.label(place))
         before = f" before {entry.effects.name}" if not entry.is_call else ""
         yield from (row._replace(tensor=row.tensor + before) for row in _of_state(entry.before, entry.group))
 
 
-def _of_slot(slot: Slot, op: str, label: str, what: What = "slot") -> Kept:
-    return Kept(what, op, label, slot.kept, slot.device)
+def _of_slot(slot: Slot, op: str, label: str) -> Kept:
+    return Kept("kept for replay", op, label, slot.kept, slot.device)
 
 
 def _of_state(state: RngState | None, op: str) -> Iterator[Kept]:
@@ -234,12 +199,6 @@ def _undecided_in(region: Region) -> Iterator[Kept]:
     if isinstance(mode, Recording) and mode.ops is not None:
         for op, label, tensor, policy in mode.ops.results.undecided():  # not those of a replay
             yield Kept("undecided", op, label, tensor, decision=policy)
-
-
-def calls_by_policy(region: Region) -> Iterator[Call]:
-    """Yield the calls of functions that a policy keeps."""
-    yield from region.tape.functions.values()
-    yield from (call for call in region.tape.records.values() if call.listed is not None)
 
 
 def decisions_of(region: Region) -> dict[str, CheckpointPolicy]:

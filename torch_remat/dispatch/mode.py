@@ -274,9 +274,7 @@ class RematMode(DispatchMode):
         """Take, at the end of an inner region's forward, what that saved and did not make."""
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-        """Give names to the tensors that autograd saves next, if a saved call makes them."""
-        if self.observed is not None:
-            self.observed.name_saved(named)
+        """Give names to the tensors that autograd saves next, if a saved call makes them; replay has them."""
 
     def give_name(self, tensor: torch.Tensor, name: str) -> None:
         """Give a tensor a name by hand, by which forward's policy can save it; replay keeps what forward has chosen."""

@@ -12,9 +12,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-import torch
-from torch.autograd.graph import Node
-
 from torch_remat._compat import Handler, profiler_runs
 from torch_remat.offload.protocol import Offloader
 from torch_remat.policies.decision import CheckpointPolicy
@@ -138,17 +135,14 @@ class Watch(Protocol):
     def __exit__(self, *raised: object) -> None:
         """End the phase."""
 
-    def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
+    def watch(self, handle: Any, name: str, ctx: Any) -> None:
         """Take note of an op with a handle, which begins."""
 
     def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
         """Run a call by ``run(name, policy, *call)``."""
 
-    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-        """Take note of what the call that runs saves, by name."""
-
-    def finish(self, boundary: Sequence[Node | None]) -> None:
-        """Take note that forward is over; ``boundary`` are the nodes of its outputs."""
+    def finish(self) -> None:
+        """Take note that forward is over."""
 
 
 def is_watched() -> bool:

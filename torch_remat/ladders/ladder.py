@@ -80,6 +80,7 @@ class Ladder:
         rungs: From the fewest bytes to the least time; those on the lower hull. The first keeps nothing, the last is
             plain code, unless the author or the policy excludes that.
         between: Further cuts, which no exchange of bytes for time buys: for bytes that are left over.
+        by_policy: What the policy keeps, if nothing is kept by price.
         record: The forward.
         input_bytes: The bytes of the region's arguments, which all rungs but plain code hold.
         whole_bytes: What it keeps as plain code.
@@ -107,7 +108,9 @@ class Ladder:
         nothing = Rung(self.input_bytes, all_ns, runs=[(step.name, step.ns) for step in record.steps if step.ns])
         everything = [] if record.is_named or left_out else [Rung(record.whole_bytes, 0, is_plain=True)]
         self.whole_bytes = record.whole_bytes
-        found = [nothing, *([] if record.is_hidden else self._cuts()), *everything]
+        cuts = [] if record.is_hidden else self._cuts()
+        self.by_policy = cuts[0] if self._selected and cuts else nothing
+        found = [nothing, *cuts, *everything]
         self.rungs = _lower_hull(found)
         self.between = [rung for rung in found if not any(rung is one for one in self.rungs)]
 
@@ -176,7 +179,8 @@ class Ladder:
                 graph.add_edge(("state", before), ("run", before), capacity=_STATE_BYTES * weight)
         _, (side, _) = networkx.minimum_cut(graph, "source", "sink", flow_func=networkx.algorithms.flow.preflow_push)
         runs = frozenset(one[1] for one in side if one[0] == "run")
-        needed = {one[1] for one in side if one[0] == "need"}
+        read = {unit for at, step in enumerate(record.steps) if node[at] in runs for unit, _ in step.reads}
+        needed = {one[1] for one in side if one[0] == "need" and (one[1] in record.saved or one[1] in read)}
         kept = frozenset(unit for unit in needed if self._maker[unit] not in runs)
         states = sum(after in runs and before not in runs for before, after in pairwise(draws))
         size = sum(record.sizes[unit] for unit in kept) + states * _STATE_BYTES

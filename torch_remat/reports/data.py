@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_remat._kept import Around, Kept, Kind, decisions_of, in_partials, kept_by, parameters_of
+from torch_remat._kept import Around, Kind, decisions_of, in_partials, kept_by, parameters_of
 from torch_remat._util.storages import Memory, Piece, memory_of, pieces_in, tensors_in, viewed_parameter
 from torch_remat.dispatch.call.result import identity_of
 from torch_remat.dispatch.region.region import Region
@@ -226,15 +226,14 @@ def report_of(
     own = Rows()
     by_op = {name: Rows() for name in decisions}
     for one in kept_by(region):
-        if one.what == "empty" or isinstance(one.value, Around):
+        if isinstance(one.value, Around):
             continue
-        kind: Kind = "kept for replay" if one.what == "slot" or one.what == "result" else one.what
         rows = by_op.setdefault(one.op, Rows()) if one.op else own
         name = qualified_name(region.name, one.op, one.tensor)
         policy = one.decision.value if one.decision else ""
         for piece in pieces_in(one.value, one.made_on):
             if piece.besides is None or momentary:
-                tensor = row_of(piece, name, one.tensor, kind, what_needs(one), policy)
+                tensor = row_of(piece, name, one.tensor, one.kind, one.needed_by, policy)
                 counted.add(tensor, piece.memory, rows)
     for label, value in in_partials(region.function):
         for held in tensors_in(value):
@@ -250,10 +249,3 @@ def report_of(
     saves = any(row.policy == "save" for row in own)
     idle = not saves and selects_nothing(region.options.chosen, identity_of(region.function))
     return RegionReport(region.name, tuple(own), tuple(ops), repr(region.options.chosen) if idle else "")
-
-
-def what_needs(one: Kept) -> str:
-    """Return in words what needs what a row stands for."""
-    if one.why != "backward":
-        return "replay"
-    return f"backward of {one.by}" if one.by else "backward"

@@ -205,18 +205,6 @@ def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
                 yield attribute, tensor
 
 
-def is_released(node: Node) -> bool:
-    """Whether a backward has released what a node saves, so that no other can run through it."""
-    try:
-        for attribute in _raw_attributes(type(node)):
-            saved = getattr(node, attribute)
-            if not isinstance(saved, tuple) and saved.data is None and saved.unpack_hook is None:
-                getattr(node, attribute.removeprefix("_raw"))  # nothing to unpack: it is None, or raises
-    except RuntimeError:
-        return True
-    return False
-
-
 @cache
 def _raw_attributes(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

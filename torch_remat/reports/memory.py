@@ -163,12 +163,12 @@ def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) 
     if count > 1:
         head += f" each, {sum_of(regions)} in {count}"
     shared = [tensor for tensor in region.tensors if tensor.kind == "input" and tensor.shared_with and not tensor.bytes]
-    rows = [_cells(tensor, tensor.label) for tensor in region.tensors if len(shared) < 2 or tensor not in shared]
-    if len(shared) > 1:
-        place = next((place for place, tensor in enumerate(region.tensors) if tensor in shared), 0)
+    rows = [_cells(region, tensor, tensor.label) for tensor in region.tensors if tensor not in shared]
+    if shared:
+        place = region.tensors.index(shared[0])
         rows.insert(place, ["shared inputs", "0 B", plural(len(shared), "tensor"), "counted elsewhere"])
     for op in region.ops:
-        rows += [_cells(tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
+        rows += [_cells(region, tensor, f"{op.name}.{tensor.label}") for tensor in op.tensors]
         if not op.tensors:
             rows.append([op.name, "0 B", "", op.policy])
     heads = [head]
@@ -177,14 +177,14 @@ def _region_block(label: str, regions: Sequence[RegionReport], indent: int = 0) 
     return Block(heads, rows, indent=indent + 2)
 
 
-def _cells(tensor: KeptTensor, label: str) -> list[str]:
+def _cells(region: RegionReport, tensor: KeptTensor, label: str) -> list[str]:
     """Return the cells of a tensor's row; the last says why it is kept, and what shares its storage."""
     why = {"saved": "", "kept for replay": "for replay", "undecided": "the end of forward decides"}
     notes = [tensor.policy, why.get(tensor.kind, tensor.kind)]
     if tensor.aliases:
         notes.append(f"also {', '.join(tensor.aliases)}")
     if tensor.shared_with is not None:
-        notes.append(f"counted as {tensor.shared_with}")
+        notes.append(f"counted as {tensor.shared_with.removeprefix(f'{region.name}::')}")
     if tensor.offloaded:
         notes.append("offloaded")
     if tensor.shard:

@@ -17,10 +17,18 @@ from torch_remat._util.text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
-from torch_remat.reports.profile import events_in, timeline_of
-from torch_remat.reports.recorder import MARK, Recorder
 from torch_remat.reports.report import Block, Pictured, Report
-from torch_remat.reports.spans import BudgetState, GivenUp, Phase, Sample, Span
+from torch_remat.reports.timeline import (
+    MARK,
+    BudgetState,
+    GivenUp,
+    Phase,
+    Recorder,
+    Sample,
+    Span,
+    events_in,
+    timeline_of,
+)  # fmt: skip
 from torch_remat.reports.watch import observed_by
 
 if TYPE_CHECKING:
@@ -29,10 +37,10 @@ if TYPE_CHECKING:
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
-_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed in backward", "live", "peak"]
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed", "live", "peak"]
 _MOST_GIVEN = 12
 """How many lines show what budgets evicted."""
-_LEGEND = "times and bytes are means of the calls; live: at most after forward; peak: at most at any moment"
+_LEGEND = "means of the calls; freed: in backward; live: at most after forward; peak: at most at any moment"
 
 
 _RECORDS = "it still records"
@@ -209,7 +217,7 @@ def trace() -> Iterator[Trace]:
 def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
     profiled: Any = profiler.profiler
     events = events_in(profiled.kineto_results.experimental_event_tree())
-    result.fill(*timeline_of(events, recorder.marks, recorder.given), recorder.budgets())
+    result.fill(*timeline_of(events, recorder.notes), recorder.budgets())
 
 
 def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,10 @@ In: the calls of the runtime, see `options.Watch`. Kept: nothing once the phase 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -19,7 +18,6 @@ from torch_remat._compat import ProfilerRange, node_number, profiler_runs, seque
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import RematMode
 from torch_remat.dispatch.options import observers
-from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import qualified_name
 from torch_remat.offload.sender import told
@@ -27,20 +25,16 @@ from torch_remat.policies.decision import CheckpointPolicy
 
 
 class WatchedOp:
-    """An op with a handle, or a native region, as observers see it."""
+    """A call with a name, as observers see it."""
 
     numbers = 0, 0  # the sequence number of its first autograd node, and that after its last; equal if it has none
-    named: Mapping[str, torch.Tensor | None] = MappingProxyType({})  # what it saves
-    outputs: Sequence[Any] | None = None  # of a native region all leaves of its result; None if skipped or raised
-    as_tuple = False  # whether these have numbers as names: it did not return one tensor
 
-    def __init__(self, name: str, policy: CheckpointPolicy) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.policy = policy
 
 
-class Observer:
-    """What the runtime and budgets tell; each method does nothing here. It may keep no tensor past the phase."""
+class Observer(Protocol):
+    """What the runtime and budgets notify. It may keep no tensor past the phase."""
 
     def begin(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         """An op of a region, or without one the region's function, begins to run in ``"forward"`` or ``"replay"``."""
@@ -48,8 +42,8 @@ class Observer:
     def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
         """It has ended, or has raised; an op may have been skipped."""
 
-    def finish(self, region: Region, boundary: Sequence[Node | None]) -> None:
-        """The region's forward is over, and the tape is as it stays; ``boundary`` are the nodes of its outputs."""
+    def finish(self, region: Region) -> None:
+        """The region's forward is over, and the tape is as it stays."""
 
     def offload_began(self, tensor: torch.Tensor, key: int) -> None:
         """An offloader has taken a tensor's memory, now or under an earlier name.
@@ -84,7 +78,7 @@ class PhaseWatch:
         assert isinstance(region, Region)
         self.region = region
         self.phase = "replay" if mode.replaying else "forward"
-        self.observers = tuple(observers)
+        self.observers: tuple[Observer, ...] = tuple(observers)
         self._open: list[tuple[WatchedOp | None, AbstractContextManager[Any] | None]] = []  # None for the region
 
     def __enter__(self) -> None:
@@ -95,9 +89,9 @@ class PhaseWatch:
         """End the phase."""
         self.end(None)
 
-    def watch(self, handle: Any, name: str, policy: CheckpointPolicy, ctx: Any) -> None:
-        """Begin an op, and let its handle tell the rest."""
-        op = WatchedOp(name, policy)
+    def watch(self, handle: Any, name: str, ctx: Any) -> None:
+        """Begin an op, and let its handle say when it ends."""
+        op = WatchedOp(name)
         if isinstance(ctx, Node) and (number := node_number(ctx)) >= 0:
             op.numbers = number, number + 1
         handle.__class__ = _watched(handle.__class__)
@@ -105,27 +99,20 @@ class PhaseWatch:
         self._begin(op)
 
     def run_native(self, run: Callable[..., Any], name: str, policy: CheckpointPolicy, *call: Any) -> Any:
-        """Run a native region by ``run(name, policy, *call)``."""
-        op, first = WatchedOp(name, policy), sequence_number()
+        """Run a call by ``run(name, policy, *call)``."""
+        op, first = WatchedOp(name), sequence_number()
         self._begin(op)
         try:
             result = run(name, policy, *call)
             op.numbers = first, sequence_number()
-            if self.phase == "forward" or op.policy is CheckpointPolicy.RECOMPUTE:
-                op.outputs, op.as_tuple = leaves_of((result,), {}), not isinstance(result, torch.Tensor)
         finally:
             self.end(op)
         return result
 
-    def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
-        """Note what the op that runs saves, by name."""
-        if self._open and (op := self._open[-1][0]) is not None:
-            op.named = {**dict(named), **op.named}
-
-    def finish(self, boundary: Sequence[Node | None]) -> None:
-        """Tell that forward is over."""
+    def finish(self) -> None:
+        """Report that forward is over."""
         for observer in self.observers:
-            observer.finish(self.region, boundary)
+            observer.finish(self.region)
 
     def _begin(self, op: WatchedOp | None) -> None:
         entered = None
@@ -143,8 +130,6 @@ class PhaseWatch:
             last, entered = self._open.pop()
             for observer in self.observers[::-1]:
                 observer.end(self.region, last, self.phase)
-            if last is not None:
-                last.named, last.outputs = {}, None
             if entered is not None:
                 entered.__exit__(None, None, None)
 
@@ -161,14 +146,8 @@ class _Watched(RematHandle):
             self.watch.end(self.watched)
         return outputs
 
-    def save_for_backward(self, saved_tensors: Mapping[str, torch.Tensor | None]) -> None:
-        super().save_for_backward(saved_tensors)
-        self.watched.named = saved_tensors
-
     def record_outputs(self, *outs: torch.Tensor, as_tuple: bool = False) -> Any:
         made = super().record_outputs(*outs, as_tuple=as_tuple)
-        self.watched.as_tuple = isinstance(made, tuple)
-        self.watched.outputs = made if isinstance(made, tuple) else (made,)
         self.watch.end(self.watched)
         return made
 

@@ -88,7 +88,7 @@ def bytes_there(budget):
     sizes = {id(entry): entry.counted._size for entry in budget._plain if entry() is not None and not entry().is_over}
     for kept in budget.alive():
         region = kept.region()
-        values = [row.value for row in kept_by(region) if row.what in ("refilled", "saved", "slot", "result")]
+        values = [row.value for row in kept_by(region) if row.kind in ("refilled", "saved", "kept for replay")]
         values += [] if region.inputs is None else region.inputs.held()
         for value in values:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -465,7 +465,7 @@ def test_nothing_outlives_its_use_with_or_without_backward(limit):
 
 def _values(kept):
     region = kept.region()
-    return [row.value for row in kept_by(region) if isinstance(row.value, torch.Tensor) and row.what != "input"]
+    return [row.value for row in kept_by(region) if isinstance(row.value, torch.Tensor) and row.kind != "input"]
 
 
 def test_inner_budget_counts_towards_the_outer_and_what_is_outside_of_both_towards_none():

@@ -70,9 +70,8 @@ def test_flops():
     assert by_path == {"up.addmm_0_0": 2 * 6 * 8 * 16, "mlp.1.addmm_0_0": 2 * 6 * 16 * 8}
     attends = lambda x: F.scaled_dot_product_attention(x @ x, x @ x, x @ x)  # noqa: E731
     x = leaf(1, 2, 4, 4)
-    (told,) = remat.explain(remat.checkpoint()(attends))(x).regions
     listed = sum(row.flops for row in remat.list_names(attends)(x))
-    assert listed == told.forward_flops > 4 * 2 * 2 * 4**3
+    assert listed == 5 * 2 * 2 * 4**3  # three products outside of the attention, and two inside
 
 
 def test_needed_tells_what_backward_needs():

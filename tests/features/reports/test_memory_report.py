@@ -106,12 +106,12 @@ layers.0: 288 B
   saved tensor 2     48 B  float32[3, 4] cpu  save, the end of forward decides
   saved tensor 5     48 B  float32[3, 4] cpu  save, the end of forward decides
   saved tensor 6     48 B  float32[3, 4] cpu  save, the end of forward decides
-  a.x                 0 B  float32[3, 4] cpu  save, counted as layers.0::args[0]
-  a.y                 0 B  float32[3, 4] cpu  save, also out, counted as layers.0::saved tensor 2
+  a.x                 0 B  float32[3, 4] cpu  save, counted as args[0]
+  a.y                 0 B  float32[3, 4] cpu  save, also out, counted as saved tensor 2
   block.0/attention   0 B                     recompute
   pair.x             48 B  float32[3, 4] cpu  save, the end of forward decides
-  pair.0              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 5
-  pair.1              0 B  float32[3, 4] cpu  save, for replay, counted as layers.0::saved tensor 6
+  pair.0              0 B  float32[3, 4] cpu  save, for replay, counted as saved tensor 5
+  pair.1              0 B  float32[3, 4] cpu  save, for replay, counted as saved tensor 6
   mix                 0 B                     recompute
 """,
     )
@@ -133,7 +133,7 @@ def test_current_report_tells_what_functions_returned_so_far():
 layers.0: 144 B
   args[0]         48 B  float32[3, 4] cpu  input
   saved tensor 1  48 B  float32[3, 4] cpu  save, the end of forward decides
-  sin_0.saved_0    0 B  float32[3, 4] cpu  save, counted as layers.0::args[0]
+  sin_0.saved_0    0 B  float32[3, 4] cpu  save, counted as args[0]
   sin_0.out       48 B  float32[3, 4] cpu  save, for replay""",
     )
 
@@ -153,10 +153,10 @@ in 13 regions: 1.6 KiB
     args[0]  128 B  float32[4, 8] cpu  input
     a.y      128 B  float32[4, 8] cpu  save
   layers.1-11: 128 B each, 1.4 KiB in 11
-    args[0]    0 B  float32[4, 8] cpu  input, counted as layers.0::a.y
-    a.y      128 B  float32[4, 8] cpu  save
+    shared inputs    0 B  1 tensor           counted elsewhere
+    a.y            128 B  float32[4, 8] cpu  save
   head: 0 B
-    args[0]  0 B  float32[4, 8] cpu  input, counted as layers.11::a.y
+    shared inputs  0 B  1 tensor  counted elsewhere
 
 outside of regions: 392 B
   MulBackward0    136 B  2 nodes: other

@@ -15,7 +15,7 @@ from tests.features.reports.blocks import native_block
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
 from tests.helpers import alive, assert_same, checkpointed, collector_off, in_threads, leaf, watch
 from torch_remat.dispatch import options
-from torch_remat.reports.spans import Sample, Span
+from torch_remat.reports.timeline import Sample, Span
 from torch_remat.reports.trace import Trace as Timeline
 
 
@@ -204,10 +204,10 @@ def test_trace_as_text():
         """\
 13.0 ms, peak 6.0 MiB at 6.1 ms in the backward of layers.1::attn, 512.0 KiB alive at the end
 
-            calls  forward ms  replay ms  backward ms     kept  freed in backward     live     peak
-layers.0-1      2       2.000      1.000        3.000  1.0 MiB            3.0 MiB  2.0 MiB  6.0 MiB
-  attn          2       1.000          -        0.500  1.0 MiB            3.0 MiB  2.0 MiB  6.0 MiB
-times and bytes are means of the calls; live: at most after forward; peak: at most at any moment""",
+            calls  forward ms  replay ms  backward ms     kept    freed     live     peak
+layers.0-1      2       2.000      1.000        3.000  1.0 MiB  3.0 MiB  2.0 MiB  6.0 MiB
+  attn          2       1.000          -        0.500  1.0 MiB  3.0 MiB  2.0 MiB  6.0 MiB
+means of the calls; freed: in backward; live: at most after forward; peak: at most at any moment""",
     )
 
 

@@ -152,7 +152,7 @@ def _run(
             if number > region.last_number:
                 region.last_number = number
     if observed is not None:
-        observed.finish(nodes)
+        observed.finish()
     return output
 
 
@@ -377,8 +377,6 @@ class Recording(RematMode):
 
     def name_saved(self, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
         """Give names to the tensors that autograd saves next, if a saved call makes them."""
-        if self.observed is not None:
-            self.observed.name_saved(named)
         if self.ops is not None and self.ops.calling is not None:
             self.ops.named = (*self.ops.named, *named)
 
@@ -392,7 +390,7 @@ class Recording(RematMode):
 
         A region without calls needs none of them: the first empty holder that is unpacked starts its replay.
         """
-        if (self.ops is None or not self.region.tape.records) and self.observed is None and self.region.keeper is None:
+        if (self.ops is None or not self.region.tape.records) and self.region.keeper is None:
             return ()
         return boundary_nodes(output)
 
