@@ -110,6 +110,11 @@ class Holder:
         """The holder's place in the region, as error messages name it."""
         return f"saved tensor {self.region.place_of(self)}"
 
+    def expect_version_of(self, value: torch.Tensor) -> None:
+        """Expect the version of a value that counts its changes for itself."""
+        if self.metadata[0] != CHANGED:
+            self.metadata = (value._version, *self.metadata[1:])
+
 
 Saver = tuple[str, str]  # the call that saves a tensor, and what it calls it
 NOBODY: Saver = ("", "")

@@ -27,7 +27,7 @@ from torch_remat.dispatch.holder import (
     metadata_of,
 )
 from torch_remat.dispatch.keys import parts_of
-from torch_remat.dispatch.placeholder import Placeholder
+from torch_remat.dispatch.placeholder import Placeholder, refuse
 from torch_remat.dispatch.reach import reach
 from torch_remat.dispatch.region.region import SAME_OPS, Region
 from torch_remat.errors import MismatchError, MutationError, RematError, at_user_line
@@ -135,6 +135,8 @@ def what_differs(
         same_modes: Whether there are as many dispatch modes as in forward. If not, ops made of others, such as
             ``F.linear``, may modify a tensor in place in one phase and return a new one in the other.
     """
+    if isinstance(owner, Placeholder) and owner.source.is_of(region):
+        refuse(owner.source, "saving it for backward")
     version, *metadata = holder.metadata
     if version == CHANGED:
         return None  # an error if backward reads it, as in plain autograd

@@ -54,7 +54,7 @@ from torch_remat.dispatch.holder import (
 from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import is_watched, watch
-from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, refuse, unpack
+from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, Unreadable, put_back
@@ -273,12 +273,14 @@ class Filling(Replaying):
             self.ops.suppressed.restore()
         own = isinstance(tensor, Placeholder) and tensor.source.is_of(self.region)
         if isinstance(tensor, Placeholder) and own:
-            if not self._is_empty_at(position):
+            if (holder := self._empty_holder_at(position)) is None:
                 if self._limit:
                     self._stop_at(position)
                 return Packed.of(tensor)
             if self.ops is not None and not self.ops.is_of_handle(tensor.source):  # else its reader refuses it
-                refuse(tensor.source, "saving it for backward")
+                tensor = self.ops.value_of(tensor, "saving it for backward")
+                self.ops.note_loaded(tensor if tensor._base is None else tensor._base)  # what was kept has no `grad_fn`
+                holder.expect_version_of(tensor)  # what was kept was changed less often than what it stands for
         owner = tensor._base
         if owner is None:
             owner = tensor
@@ -316,10 +318,11 @@ class Filling(Replaying):
             self._stop_at(position)
         return value
 
-    def _is_empty_at(self, position: int) -> bool:
-        """Whether the holder at a place needs a value."""
+    def _empty_holder_at(self, position: int) -> Holder | None:
+        """Return the holder at a place if it needs a value."""
         entry = self._saved[position] if position < self._limit else None
-        return type(entry) is ref and (holder := entry()) is not None and holder.value is None
+        holder = entry() if type(entry) is ref else None
+        return holder if holder is not None and holder.value is None else None
 
     def _compare(self, position: int, holder: Holder, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """Compare what is saved with what forward saved at the same place, and fail where they differ."""
