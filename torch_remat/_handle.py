@@ -13,6 +13,7 @@ from torch_remat._compat import is_transformed
 from torch_remat._names import scoped
 from torch_remat.dispatch.call.handle import RematHandle
 from torch_remat.dispatch.mode import current_mode
+from torch_remat.dispatch.naming import scope
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy, require_policy
 
@@ -58,8 +59,9 @@ def get_handle(ctx: Any, op_name: str, remat_policy: CheckpointPolicy) -> RematH
         >>> y.sum().backward()
     """
     mode = None if is_compiling() else current_mode()
-    name = scoped(op_name)
-    require_policy(remat_policy, name, None if mode is None else mode.region.name)
+    name = scope.get() + op_name if mode is not None and type(op_name) is str and op_name else scoped(op_name)
+    if type(remat_policy) is not CheckpointPolicy:
+        require_policy(remat_policy, name, None if mode is None else mode.region.name)
     if not hasattr(ctx, "save_for_backward"):
         raise UsageError(
             f"get_handle needs the context of an autograd Function, not a {type(ctx).__name__}",
