@@ -200,6 +200,10 @@ def _binder(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return output
 
             return traced
+        owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+        if options.modules and isinstance(owner, torch.nn.Module):
+            for chosen in options.modules:  # code that is compiled before it ever runs does not look for them
+                chosen.enter(function)
         return Checkpointed(function, options)
 
     return bind

@@ -169,6 +169,16 @@ def test_a_region_that_is_compiled_keeps_the_module():
     assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
+def test_a_region_that_is_compiled_before_it_ever_ran_keeps_the_module():
+    torch._dynamo.reset()
+    kept = {}
+    for name, policy in (("nothing", None), ("linear", remat.save_modules("0"))):
+        block, x = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), leaf(4, 8)
+        y = torch.compile(remat.checkpoint(policy=policy)(block), backend="aot_eager", fullgraph=True)(x)
+        kept[name] = remat.memory_report(y).bytes
+    assert kept["linear"] == kept["nothing"] + 4 * 32 * 4
+
+
 class Experts(nn.Module):
     def __init__(self, width=8):
         super().__init__()
