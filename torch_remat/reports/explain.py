@@ -315,7 +315,7 @@ class _Explaining:
         """Have a region recorded."""
         return Begun(_Recorded(self._known), shapes, is_new=True)
 
-    def keeper(self, region: Any, begun: Begun | None) -> _Notes:
+    def keeper(self, region: Region, begun: Begun | None) -> _Notes:
         """Take notes of a region whose forward begins."""
         self.notes.append(_Notes(region, begun))
         return self.notes[-1]
