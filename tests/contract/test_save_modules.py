@@ -179,6 +179,13 @@ def test_a_region_that_is_compiled_before_it_ever_ran_keeps_the_module():
     assert kept["linear"] == kept["nothing"] + 4 * 32 * 4
 
 
+def test_a_pattern_that_begins_with_any_path_is_for_modules_at_the_top_of_a_region_too():
+    model, x = nn.Sequential(Block(), nn.Sequential(Block())), leaf(2, 4, 8)
+    with remat.checkpoint_modules(model, ["0", "1"], policy=remat.save_modules("*.self_attn")):
+        regions = remat.memory_report(model(x)).regions
+    assert [region.ops[0].name for region in regions] == ["self_attn", "0.self_attn"]
+
+
 class Experts(nn.Module):
     def __init__(self, width=8):
         super().__init__()

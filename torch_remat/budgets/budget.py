@@ -404,9 +404,10 @@ class Budget(Data, Pictured):
 
         report = "\n".join(str(memory_report()).splitlines()[:12])
         _warn(
-            f"the budget of {self.budget_bytes:,} B is exceeded by {too_much:,} B, although regions recompute "
-            "everything: they need their inputs, what is saved by name, and in backward the tensors of one region. "
-            f"Gradients are right.\n{report}"
+            f"the budget of {format_bytes(self.budget_bytes)} is exceeded by {format_bytes(too_much)} so far, although "
+            "regions recompute everything: they need their inputs, what is saved by name, and in backward the tensors "
+            'of one region. Gradients are right. A step in remat.budget("0%") shows the least that is needed '
+            f"(budget.report()); offload_inputs=True makes it less.\n{report}"
         )
 
     def alive(self) -> Iterator[KeptRegion]:

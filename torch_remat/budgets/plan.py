@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from torch_remat._compat import process_groups
@@ -16,7 +17,7 @@ from torch_remat.budgets.kept import Inside, registers_around
 from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_plan
 from torch_remat.dispatch.options import keeping
-from torch_remat.errors import UsageError
+from torch_remat.errors import UsageError, shown
 from torch_remat.ladders.ladder import Rung
 from torch_remat.policies.functions import found_at, place_of
 from torch_remat.reports.report import Data
@@ -95,17 +96,23 @@ class Plan(dict[str, Planned], Data):
         """Have a region keep all that it saves: it runs as plain code.
 
         Raises:
-            KeyError: The plan has no such region.
+            UsageError: The plan has no such region.
         """
-        self[name] = replace(self[name], is_plain=True, acts={})
+        self[name] = replace(self._of(name), is_plain=True, acts={})
 
     def drop(self, name: str) -> None:
         """Have a region keep its arguments alone.
 
         Raises:
-            KeyError: The plan has no such region.
+            UsageError: The plan has no such region.
         """
-        self[name] = replace(self[name], is_plain=False, acts={})
+        self[name] = replace(self._of(name), is_plain=False, acts={})
+
+    def _of(self, name: str) -> Planned:
+        if name not in self:
+            near = get_close_matches(str(name), self, n=6, cutoff=0.3) or list(self)[:6]
+            raise UsageError(f"the plan has no region {shown(name)}", remedy=f"Near names: {', '.join(near)}.")
+        return self[name]
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose regions keep what the plan says; `checkpoint_modules` asks this."""

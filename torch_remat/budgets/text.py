@@ -20,7 +20,7 @@ def format_budget(budget: Any, step: Step | None) -> str:
         return lines[0]
     lines += _steps(list(budget.steps)[-6:], budget.step_count)
     if step.choice is not None:
-        lines += ["", f"  {_price(step.choice)}"]
+        lines += ["", f"  {_price(step, step.choice)}"]
     elif not step.is_known and step.limit_bytes > 1:
         lines += ["", "  the first forwards of each kind of region are recorded, and keep nothing"]
     rows = [_cells(name, rows) for name, rows in _alike(step)]
@@ -35,9 +35,11 @@ def format_head(budget: Any) -> str:
     return f"budget of {budget.told}{reserve}; {plural(budget.step_count, 'step')}"
 
 
-def _price(choice: Choice) -> str:
+def _price(step: Step, choice: Choice) -> str:
     if not choice.next_bytes:
         return "all fits: nothing is recomputed"
+    if step.over_bytes and step.limit_bytes > 1 and not any(row.rung and row.rung.kept for row in step.rows):
+        return f"the limit is less than what is needed: {format_bytes(int(step.over_bytes))} more spare nothing"
     more = f"{format_bytes(choice.next_bytes)} more would spare {choice.price * choice.next_bytes / 1e6:.3g} ms a step"
     return f"price: {ms_per_mib(choice.price):.3g} ms for a MiB; {more}"
 

@@ -52,7 +52,8 @@ def save_modules(*patterns: Pattern) -> OpPolicy:
 
     Args:
         *patterns: Shell patterns (``*``, ``?``, ``[...]``) that are compared with the whole path of a module below that
-            of the region, case included; ``*`` also stands for dots. Or classes: all their instances match.
+            of the region, case included; ``*`` also stands for dots, and a first ``*.`` for nothing too. Or classes:
+            all their instances match.
 
     Returns:
         A policy for ``checkpoint(policy=...)`` and `checkpoint_modules`; ``|`` combines it with others.
@@ -110,7 +111,7 @@ class ModulesPolicy(OpPolicy):
         """Note which patterns match something below some modules; they need not below others, such as dense layers."""
         named = [one for root in roots for one in callable_modules(root)]
         for pattern in self._patterns:
-            if any(matches(name, module, pattern) for name, module in named):
+            if any(_chosen(name, module, pattern) for name, module in named):
                 self._matched.add(pattern)
 
     def take(self, roots: Mapping[str, Module], advice: str = "") -> None:
@@ -136,7 +137,7 @@ class ModulesPolicy(OpPolicy):
             self._roots.add(root)
             compiled = _compiled_in(root)
             for name, module in callable_modules(root):
-                if any(matches(name, module, pattern) for pattern in self._patterns):
+                if any(_chosen(name, module, pattern) for pattern in self._patterns):
                     called = compiled.get(module, module)
                     self.names[called] = name
                     _keep_calls_of(called)
@@ -189,6 +190,12 @@ def modules_policies(policy: Any) -> Sequence[ModulesPolicy]:
     """Return what chooses modules, of what a user gave as a policy; nothing of None."""
     kinds = () if policy is None else as_policy(policy).kinds()
     return [kind for kind in kinds if isinstance(kind, ModulesPolicy)]
+
+
+def _chosen(name: str, module: Module, pattern: Pattern) -> bool:
+    """Whether a pattern is for a module; ``*.self_attn`` is for ``self_attn`` too, whose path begins in the region."""
+    below = pattern[2:] if isinstance(pattern, str) and pattern.startswith("*.") else pattern
+    return matches(name, module, pattern) or matches(name, module, below)
 
 
 def _keep_calls_of(module: Module) -> None:

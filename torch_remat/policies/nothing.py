@@ -60,9 +60,10 @@ def note_first_functions(
         near = [one for name in missing for one in get_close_matches(name, ran, n=_SHOWN, cutoff=0.5)] or ran
         shown = ", ".join(dict.fromkeys(near[:_SHOWN])) + (", ..." if len(near) > _SHOWN else "")
         what = "is for calls that did not run" if selects else "selected nothing, so all is recomputed"
+        others = " If other layers run them, checkpoint_modules(model, {pattern: {'policy': ...}}) gives each its own."
         warn(
             f"{region}: the policy {policy!r} {what}: {', '.join(missing)}. Functions that ran: {shown or 'none'}. "
-            "remat.list_names(function)(*args) shows what they consist of."
+            f"remat.list_names(function)(*args) shows what they consist of.{others * selects}"
         )
 
 

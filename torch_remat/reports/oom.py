@@ -132,7 +132,7 @@ def _report(traceback: TracebackType | None) -> str:
     if report.older:  # regions matter more than plain code
         report = memory_report()
     if report.regions:
-        return str(report)
+        return f"{report}\nTo keep less: smaller regions (of one layer each), a smaller batch, or offload_inputs=True."
     if not roots:
         return f"{report}\nNo region is alive. What plain code keeps: remat.memory_report(loss), with a smaller batch."
     return (

@@ -154,7 +154,7 @@ def test_plan_keeps_what_the_budget_kept():
     for name in plan:
         plan.drop(name)
     assert replays_and_bytes(plan) == (6, 6 * x.nbytes)
-    with pytest.raises(KeyError):
+    with pytest.raises(remat.UsageError, match="the plan has no region"):
         plan.drop("blocks.6")
 
 
