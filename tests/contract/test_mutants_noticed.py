@@ -174,9 +174,42 @@ def test_tensor_from_outside_that_was_replaced_where_nobody_looks_is_an_error():
         tensor = leaf(4) * 2
 
     y = checkpointed(lambda x: (x * Box.tensor).sin())(leaf(4))
-    Box.tensor = leaf(4) * 2
-    with pytest.raises(remat.MismatchError):
+    Box.tensor = (Box.tensor.detach() / 2).requires_grad_() * 2  # the same values
+    with pytest.raises(remat.MismatchError, match="created outside"):
         y.sum().backward()
+
+
+def test_call_after_an_inner_region_is_skipped():
+    calls = []
+
+    def sine(x):
+        calls.append(1)
+        return x.sin()
+
+    checkpointed(lambda x: remat.op(sine, "a")(checkpointed(torch.exp)(x)).cos())(leaf(4)).sum().backward()
+    assert len(calls) == 1
+
+
+def test_last_call_that_replay_does_not_make_is_an_error():
+    in_forward = iter([True, False])
+
+    def block(x):
+        y = x.sin().exp()
+        if next(in_forward):
+            remat.op(torch.clone, "a")(x.detach())
+        return y
+
+    with pytest.raises(remat.MismatchError) as caught:
+        checkpointed(block, early_stop=False)(leaf(4)).sum().backward()
+    assert caught.value.op == "a"
+
+
+def test_result_that_a_policy_keeps_as_an_op_in_place_left_it_is_reported():
+    def block(x):
+        return (torch.zeros(4, 8).add_(x.detach()).exp() + x).tanh() * x
+
+    (region,) = remat.memory_report(checkpointed(block, policy=remat.save_names("add__0_0"))(leaf(4, 8))).regions
+    assert [tensor.name.partition("::")[2] for tensor in region.tensors] == ["args[0]", "add__0_0"]
 
 
 def test_tensor_that_two_ops_save_is_sent_once():
