@@ -288,3 +288,10 @@ def test_call_that_writes_and_cannot_be_skipped_is_refused_in_forward(block):
     with pytest.raises(remat.UsageError) as caught:
         checkpointed(block)(leaf(4))
     assert caught.value.op == "a"
+
+
+def test_result_of_a_last_call_is_not_kept_under_a_policy_for_ops():
+    x = leaf(64)
+    y = checkpointed(lambda x: remat.op(torch.sin, "a")(x.exp()), policy=[torch.ops.aten.exp.default])(x * 2)
+    (region,) = remat.memory_report(y).regions
+    assert region.bytes == 2 * x.nbytes  # the input, and what the policy selects
