@@ -307,6 +307,13 @@ def test_errors_leave_the_model_as_it_was(model, case):
     assert snapshot(model) == before
 
 
+@pytest.mark.parametrize("maker", [remat.save_names, remat.save_modules, remat.policies.memory_budget])
+def test_a_maker_of_policies_that_nobody_called_is_an_error_at_once(maker):
+    with pytest.raises(PolicyError, match=f"{maker.__name__} makes policies") as caught:
+        remat.checkpoint(policy=maker)
+    assert "Call it" in str(caught.value)
+
+
 def test_regions_of_an_earlier_call_are_an_error(model):
     remat.checkpoint_modules(model, "layers.0")
     before = snapshot(model)

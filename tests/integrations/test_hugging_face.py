@@ -90,7 +90,8 @@ def by_pattern(model, name, options):
 
 
 WAYS = (by_drop_in, by_model, by_pattern)
-POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__}
+POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__ if name != "memory_budget"}
+POLICIES["memory_budget"] = remat.policies.memory_budget(0.5)
 SAMPLES = [(False, None), (True, "save_matmuls")]  # every second family has the first by default
 CASES = [
     pytest.param(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -38,6 +39,11 @@ def as_policy(policy: Any) -> OpPolicy:
         return FunctionsPolicy([policy])
     if isinstance(policy, _OPS):
         return OpsPolicy([policy])
+    if isinstance(policy, FunctionType) and policy.__module__.startswith("torch_remat."):
+        raise PolicyError(
+            f"{policy.__name__} makes policies, and is none itself",
+            remedy="Call it: remat.save_names('up.*'), remat.save_modules('*.self_attn'), memory_budget(0.5).",
+        )
     if callable(policy):
         return PolicyFunction(policy)
     raise PolicyError(
