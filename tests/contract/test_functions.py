@@ -640,6 +640,7 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     with pytest.warns(remat.RematWarning, match=match) as told:
         _ = [region(leaf(4, 4), leaf(4, 4)).sum().backward() for _ in range(2)]
     assert len(told) == 1
+    assert "checkpoint_modules(model, {pattern: {'policy': ...}}) gives each its own" in str(told[0].message)
     with pytest.warns(remat.RematWarning, match="selected nothing"):
         y = remat.checkpoint(policy=[torch.logsumexp])(chain)(leaf(4, 4), leaf(4, 4))
     assert "selected nothing" in str(remat.memory_report(y))
@@ -658,7 +659,6 @@ def test_a_first_forward_is_noted_once_whatever_the_region_runs():
         assert len(nothing._KNOWN) == known
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="there is none in this release of torch")
 @pytest.mark.parametrize("policy", [lambda: [F.grouped_mm], lambda: remat.policies.save_matmuls])
 def test_grouped_products_are_kept_by_the_name_that_users_call(policy):
     ran = []

@@ -188,6 +188,7 @@ def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
     text = capsys.readouterr().err
     assert "in 3 regions" in text
     assert "checkpoint_modules" not in text
+    assert text.splitlines()[-1].startswith("To keep less: smaller regions")
 
 
 def test_code_that_keeps_nothing_is_told_how_to_see_more(capsys):

@@ -11,6 +11,7 @@ from torch_remat.budgets.steps import Row, Step, ms_per_mib
 
 _HEAD = ["", "calls", "kept", "of", "recomputed", "ms", "replay ms", "keeps, and runs again"]
 _SHOWN = 3  # names of calls in a line
+_NOTHING = "nothing"
 
 
 def format_budget(budget: Any, step: Step | None) -> str:
@@ -38,7 +39,7 @@ def format_head(budget: Any) -> str:
 def _price(step: Step, choice: Choice) -> str:
     if not choice.next_bytes:
         return "all fits: nothing is recomputed"
-    if step.over_bytes and step.limit_bytes > 1 and not any(row.rung and row.rung.kept for row in step.rows):
+    if step.over_bytes and step.limit_bytes > 1 and all(_keeps(row) == _NOTHING for row in step.rows):
         return f"the limit is less than what is needed: {format_bytes(int(step.over_bytes))} more spare nothing"
     more = f"{format_bytes(choice.next_bytes)} more would spare {choice.price * choice.next_bytes / 1e6:.3g} ms a step"
     return f"price: {ms_per_mib(choice.price):.3g} ms for a MiB; {more}"
@@ -99,7 +100,7 @@ def _keeps(row: Row) -> str:
     if row.part is None and not row.is_plain:
         return "nothing yet: it is recorded"
     if rung is None or not (rung.acts or rung.is_plain):
-        return "nothing"
+        return _NOTHING
     if rung.is_plain:
         return "everything: it runs as plain code"
     kept = sorted(rung.kept, key=lambda one: -one[1])

@@ -194,8 +194,8 @@ def modules_policies(policy: Any) -> Sequence[ModulesPolicy]:
 
 def _chosen(name: str, module: Module, pattern: Pattern) -> bool:
     """Whether a pattern is for a module; ``*.self_attn`` is for ``self_attn`` too, whose path begins in the region."""
-    below = pattern[2:] if isinstance(pattern, str) and pattern.startswith("*.") else pattern
-    return matches(name, module, pattern) or matches(name, module, below)
+    at_top = isinstance(pattern, str) and pattern.startswith("*.") and matches(name, module, pattern[2:])
+    return at_top or matches(name, module, pattern)
 
 
 def _keep_calls_of(module: Module) -> None:

@@ -39,7 +39,7 @@ def as_policy(policy: Any) -> OpPolicy:
         return FunctionsPolicy([policy])
     if isinstance(policy, _OPS):
         return OpsPolicy([policy])
-    if isinstance(policy, FunctionType) and policy.__module__.startswith("torch_remat."):
+    if isinstance(policy, FunctionType) and str(policy.__module__).startswith("torch_remat."):
         raise PolicyError(
             f"{policy.__name__} makes policies, and is not one itself",
             remedy="Call it: remat.save_names('up.*'), remat.save_modules('*.self_attn'), memory_budget(0.5).",

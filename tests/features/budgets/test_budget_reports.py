@@ -64,6 +64,15 @@ def test_report_and_totals_have_each_region():
     assert first["most_kept_bytes"] <= 2 * 2**10
 
 
+@pytest.mark.filterwarnings("ignore:the budget of:torch_remat.RematWarning")
+def test_report_says_that_a_limit_is_less_than_what_is_needed():
+    for limit, is_said in ((64, True), ("5 KiB", False)):
+        budget = remat.budget(limit, reserve=0)
+        run_steps(budget, 3, [Mlp() for _ in range(3)])
+        assert ("the limit is less than what is needed" in budget.report()) is is_said
+        assert ("more would spare" in budget.report()) is not is_said
+
+
 def test_report_tells_the_price_and_what_the_next_bytes_buy():
     """Of three equal blocks one fits as plain code, and another keeps its first linear's result."""
     budget, blocks = remat.budget("5 KiB", reserve=0), [Mlp() for _ in range(3)]
