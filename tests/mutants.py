@@ -742,11 +742,6 @@ MUTANTS = (
         "for edge in (call.start,)}",
     ),
     Mutant(
-        "argument that an op writes is no input", "mismatch", "dispatch/region/replay.py",
-        "                        self.ops.note_loaded(leaf)\n",
-        "                        pass\n",
-    ),
-    Mutant(
         "bytes left over buy nothing", "budgets", "budgets/price.py",
         "        total = _spend_rest(parts, rungs, total, limit, most)\n",
         "        pass\n",

@@ -123,7 +123,7 @@ def _run_whole(log: Recorder, calls: Sequence[Call]) -> None:
 
 def _decide(log: Recorder) -> None:
     """Keep, under a policy, the results that replay or backward needs, and note what runs."""
-    region, tape = log.region, log.region.tape
+    tape = log.region.tape
     log.results.let_go_of_graph()
     run, needed = find_needs(log.entries, _roots(log), log.results.can_keep)
     if log.storages.has_writes:
@@ -143,8 +143,6 @@ def _decide(log: Recorder) -> None:
             check_whole(log, entry)
     assert log.watch is not None
     log.watch.finish()
-    if log.storages.has_writes:  # replay skips the modifications of an input, too
-        region.inputs.accept_changes(lambda tensor: log.storages.has_changed(tensor) or key_of(tensor) in log.changes)
 
 
 def _roots(log: Recorder) -> list[tuple[int, int]]:

@@ -119,7 +119,6 @@ class Log:
         entries: The entries, in order: saved calls, and under a policy all ops.
         roots: What replay must have for the holders that it fills.
         needed: The storages that replay reads in any case, each after how many entries.
-        changes: The storages of tensors that outlive the region and that skipped calls have modified.
         calling: The saved call that runs, if one does.
         opened: The handles that have begun and not ended, each after a weak reference to its autograd context.
         saving: The call that saves what autograd saves now: one that runs, or a handle whose body has just ended.
@@ -156,7 +155,6 @@ class Log:
         self.number = -1
         self.roots: list[Root] = []
         self.needed: list[tuple[int, int]] = []
-        self.changes: set[int] = set()
         self.by_handles: dict[int, list[tuple[Call, int]]] = {}
         self.known: list[object] = []
 
@@ -383,8 +381,6 @@ class Log:
 
     def note_outer(self, call: Call, key: int, version: int) -> None:
         """Note that a call modified a tensor that outlives the region, and had this version before."""
-        if version >= 0:
-            self.changes.add(key)
         call.touched = self.storages.has_writes = True
         outside = self.region.outside
         if outside is None or key not in outside.small():

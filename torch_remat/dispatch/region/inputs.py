@@ -237,12 +237,6 @@ class RegionInputs:
                 one.kept, one.unpack, one.version = away, type(away).load, -1  # it checks its version itself
                 self.as_given = False
 
-    def accept_changes(self, is_left_out: Callable[[torch.Tensor], bool]) -> None:
-        """At the end of forward: let tensors be as the region left them, if replay skips what modified them."""
-        for one in self._inputs:
-            if one.unpack is None and one.version >= 0 and one.kept._version != one.version and is_left_out(one.kept):
-                one.version, one.has_history = one.kept._version, True  # a leaf cannot be modified in place
-
     def end_forward(self) -> None:
         """Note what the region itself has modified, and release what only forward needs."""
         for one in self._inputs:

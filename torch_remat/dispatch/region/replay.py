@@ -354,10 +354,6 @@ class Filling(Replaying):
             return super()._call(function, args, kwargs)
         given = leaves_of(args, kwargs)
         while True:
-            if self.region.options.policy is not None:  # its function may modify them; forward knows them as inputs
-                for leaf in leaves_of(args, kwargs):
-                    if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                        self.ops.note_loaded(leaf)
             if self.ops.ops is not None:
                 self.opening, self.lets_compiled_code_run = self.ops.ops.answer, CompiledCode.is_noticed
             try:
