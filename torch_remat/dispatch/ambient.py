@@ -101,21 +101,12 @@ class RngState:
         generators = {id(generator): generator for generator in (*_default_generators(), *extra)}
         self._states = [(generator, generator.get_state()) for generator in generators.values()]
 
-    def keep_drawn(self, by_ops: Sequence[RngState] = ()) -> bool:
+    def keep_drawn(self) -> bool:
         """At the region's end: forget the generators that it did not draw from; return whether any is left.
 
-        An op may draw and yet leave a generator as it was at the region's start, by seeding it: ``by_ops`` are the
-        states in which ops left those that they drew from. Other code that does so is not recognized.
+        Code that draws and leaves a generator as it was at the region's start, by seeding it, is not recognized.
         """
-        if not by_ops and len(self._states) == 1:
-            ((generator, start),) = self._states
-            return not _equal(start, generator.get_state())
-        drawn = {id(generator) for state in by_ops for generator, _ in state._states}
-        self._states = [
-            (generator, start)
-            for generator, start in self._states
-            if not _equal(start, generator.get_state()) or id(generator) in drawn
-        ]
+        self._states = [(one, start) for one, start in self._states if not _equal(start, one.get_state())]
         return bool(self._states)
 
     @classmethod

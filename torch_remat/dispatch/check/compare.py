@@ -57,16 +57,15 @@ def another_op(
     policy: CheckpointPolicy,
     expected: Call | None,
     is_known: bool,
-    replay: str = "replay",
 ) -> MismatchError:
     """Return the error about a named op that forward did not run here."""
     place = at_user_line()
     if expected is not None and expected.name == name:
-        what = f"this op has policy {policy.name} in {replay}{place}, but had {expected.policy.name} in forward"
+        what = f"this op has policy {policy.name} in replay{place}, but had {expected.policy.name} in forward"
     elif expected is not None and is_known:
-        what = f"{replay} runs this op{place}, but forward ran {expected.name!r}"
+        what = f"replay runs this op{place}, but forward ran {expected.name!r}"
     else:
-        what = f"{replay} runs this op{place}, but forward did not"
+        what = f"replay runs this op{place}, but forward did not"
     return region.mismatch(what, SAME_ORDER, op=name)
 
 

@@ -316,7 +316,7 @@ def keep_random(region: Region, random: Sequence[Entry]) -> None:
         if not (entry.run and any_skipped):
             entry.before = None
         any_skipped = any_skipped or not (entry.run or entry.is_call)  # replay draws what a skipped call drew
-    if region.tape.drawn_by_ops():
+    if region.tape.has_drawn():
         return
     if not any(entry.run for entry in random) and all(e.effects.namespace == "aten" for e in random):
         region.rng = None

@@ -420,8 +420,8 @@ class Recording(RematMode):
             finish(self.ops)
         if region.outside is not None:
             region.outside.finish(bool if self.ops is None else self.ops.storages.has_changed)
-        if region.rng is not None and not region.rng.keep_drawn(region.tape.drawn_by_ops() if self.ops else ()):
-            region.rng = None
+        if region.rng is not None and not ((self.ops and region.tape.has_drawn()) or region.rng.keep_drawn()):
+            region.rng = None  # where a call drew, all states stay: it may have left a generator as it was
         if self.functions is not None:
             self.functions.finish()
         region.finished = True

@@ -150,10 +150,9 @@ class Tape:
         for holder in self.holders_to_fill():
             holder.value = None
 
-    def drawn_by_ops(self) -> list[RngState]:
-        """Return the states in which ops left the generators that they drew from."""
-        calls = (*self.records.values(), *self.functions.values())
-        return [call.drawn for call in calls if call.drawn is not None]
+    def has_drawn(self) -> bool:
+        """Whether a call drew random numbers."""
+        return any(call.drawn is not None for call in (*self.records.values(), *self.functions.values()))
 
     def forget_slots(self) -> None:
         """Drop what only a further replay would need."""
