@@ -57,8 +57,8 @@ def note_first_functions(
     # Of higher-order ops, as of all ops, none has to occur.
     missing = [name for name in wanted if name not in ran and not (selects and hasattr(torch.ops.higher_order, name))]
     if missing:
-        near = [one for name in missing for one in get_close_matches(name, ran, n=_SHOWN, cutoff=0.5)] or ran
-        shown = ", ".join(dict.fromkeys(near[:_SHOWN])) + (", ..." if len(near) > _SHOWN else "")
+        near = (get_close_matches(name, ran, n=_SHOWN, cutoff=0.5) for name in missing)
+        shown = _some([*chain.from_iterable(near), *ran])
         what = "is for calls that did not run" if selects else "selected nothing, so all is recomputed"
         others = " If other layers run them, checkpoint_modules(model, {pattern: {'policy': ...}}) gives each its own."
         warn(
@@ -99,8 +99,12 @@ def _near(policy: OpPolicy, ran: Sequence[str]) -> str:
             "Attention ran as products and a softmax here, as it does with dropout on a CPU. Keep it as one call, "
             "remat.op(attention, 'attention')(x), or by name, remat.save_names('self_attn.*')."
         )
-    names = list(dict.fromkeys(ran))
-    found = (get_close_matches(op, names, n=_SHOWN, cutoff=0.4) for op in policy.op_names())
-    near = list(dict.fromkeys(chain.from_iterable(found))) or names
-    shown = ", ".join(near[:_SHOWN]) + (", ..." if len(near) > _SHOWN else "")
+    near = (get_close_matches(op, list(dict.fromkeys(ran)), n=_SHOWN, cutoff=0.4) for op in policy.op_names())
+    shown = _some([*chain.from_iterable(near), *ran])
     return f"Ops that ran here: {shown}. remat.list_names(function)(*args) shows all by name."
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, each once; those that are like what was asked for come first."""
+    first = list(dict.fromkeys(names))
+    return ", ".join(first[:_SHOWN]) + (", ..." if len(first) > _SHOWN else "")
