@@ -307,3 +307,41 @@ def test_region_reads_what_a_native_region_has_bound_with_its_graph():
         region(x).sum().backward()
         gradients.append(x.grad)
     assert_same(*gradients)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer that it sets before, as delayed scaling for float8 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.copy_(x.abs().max() + 1)
+        return x * self.scale
+
+
+def in_native_region(module, **options):
+    return remat.checkpoint(**options)(lambda x: remat.native_save_region("m", module, x.sin()).sin())
+
+
+def in_saved_call(module, **options):
+    return remat.checkpoint(**options)(lambda x: remat.op(module, "m")(x.sin()).sin())
+
+
+SAVED_AND_MODIFIED = {
+    "float8": (Scaled, {}),
+    "float8, policy": (Scaled, {"policy": [torch.ops.aten.mul.Tensor]}),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), {"determinism_check": "bitwise"}),
+}
+
+
+@pairwise(wrap=[in_native_region, in_saved_call], case=SAVED_AND_MODIFIED)
+def test_call_that_saves_a_buffer_that_it_modifies_is_exact(wrap, case):
+    make, options = SAVED_AND_MODIFIED[case]
+    torch.manual_seed(1)
+    module = make()
+    twin = copy.deepcopy(module)
+    expected = train(lambda m: lambda x: m(x.sin()).sin(), module)
+    assert_same(expected, train(partial(wrap, **options), twin))

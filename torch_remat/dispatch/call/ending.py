@@ -192,10 +192,15 @@ def promise(region: Region) -> str:
 
 
 def warn_of_second_run(region: Region, call: Call) -> UsageError | None:
-    """Warn, once for each place where one is defined, of a call that replay runs whole; return why it must not."""
+    """Warn, once for each place where one is defined, of a call that replay runs whole; return why it must not.
+
+    Of a function that a policy lists nobody is warned, as of those of C++.
+    """
     if call.wrote:
         what = f"{call.why}, so replay must recompute it, but it also modified {call.wrote[0]}"
         return cannot_be_skipped(region, call, what, "Use the out-of-place form")
+    if call.listed is not None:
+        return None  # a policy asks for it where it can be had
     file, line = defined_at(call.function) or user_line()
     warnings.warn_explicit(
         f"{qualified_name(region.name, call.name)}: replay recomputes this call, since {call.why}. "

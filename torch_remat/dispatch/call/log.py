@@ -200,6 +200,13 @@ class Log:
         maker, place = self.storages.writer_of(tensor) or (None, 0)
         return (maker, place) if isinstance(maker, Call) and maker.is_handle else None
 
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a small buffer, which a call may have modified without its version counter."""
+        outside = self.region.outside
+        if tensor.requires_grad or outside is None or type(tensor) is not Tensor:
+            return False
+        return key_of(tensor) in outside.small()
+
     # What autograd saves.
 
     def resident(

@@ -166,9 +166,12 @@ class RunningNative(Running):
         ops, call = self.ops, self.call
         maker = self._maker_of(tensor) if type(tensor) is not Parameter else None
         if maker is None:
-            if (outer := ops.made_by_handle(tensor)) is None:
+            if (outer := ops.made_by_handle(tensor)) is not None:
+                label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
+            elif ops.is_state(tensor):  # of which replay has what forward began with, until the region is over
+                label = "state"
+            else:
                 return ops.pack(tensor)
-            label = f"{outer[0].name.rpartition('/')[2]}_{outer[1]}"
         else:
             entry, place = maker
             label = f"{entry.name.rpartition('/')[2]}_{place}" if isinstance(entry, Call) else entry.label(place)

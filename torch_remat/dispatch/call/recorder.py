@@ -223,6 +223,8 @@ class Recorder(Log):
         place, source = found
         if given.before and given.has_changed(source):
             return False
+        if self.is_state(source) and region.outside is not None and region.outside.has_changed(source):
+            return False  # a batch norm modifies it, and moves no version counter
         if region.hooks is not None and source.grad_fn is None:
             return False  # replay of an enclosing region may skip what changed it
         origin = None

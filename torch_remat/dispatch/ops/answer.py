@@ -193,6 +193,8 @@ class OpAnswerer:
             for tensor in changed:
                 if not (isinstance(tensor, Placeholder) or key_of(tensor) in outside):
                     refuse(Source(self._region_name, self._group, entry.label(0), id(self._region)), str(entry.op))
+            if (reached := self._region.outside) is not None:  # state has forward's versions; it is put back as a whole
+                outside -= reached.small()
         self._suppressed.add(changed, outside)
 
     def forget(self) -> None:
