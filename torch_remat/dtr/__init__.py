@@ -2,11 +2,10 @@
 
 from torch_remat.dtr._tensor import EvictableTensor
 from torch_remat.dtr.bounds import chen_chain, optimal_chain
-from torch_remat.dtr.budget import Runtime, budget
+from torch_remat.dtr.budget import Runtime, budget, record
 from torch_remat.dtr.heuristics import HEURISTICS, Heuristic, RatioHeuristic, Storage
 from torch_remat.dtr.log import Log, LogError, LogWriter
 from torch_remat.dtr.recomputable import RecomputableTensor, recomputable
-from torch_remat.dtr.recording import record
 from torch_remat.dtr.simulate import Simulation, simulate
 from torch_remat.errors import BudgetError
 

@@ -58,6 +58,7 @@ from torch_remat.dtr._ops import (
 )
 from torch_remat.dtr._pool import ScanPool
 from torch_remat.dtr._ranks import refuse_op, refuse_type
+from torch_remat.dtr._recorder import Recorder
 from torch_remat.dtr._storage import Alias, Buffer, Handle, Version, copy_memory, derive, place_of
 from torch_remat.dtr._tensor import EvictableTensor, SavedTensor, make_tensor, not_active
 from torch_remat.errors import RematError
@@ -85,7 +86,7 @@ class BlockRuntime(DispatchMode):
         self.dropped: deque[Handle] = deque()
         self.tensors: dict[int, ref[EvictableTensor]] = {}  # by id of the handle
         self.thread = get_ident()
-        self.recorder: Any = None
+        self.recorder: Recorder | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

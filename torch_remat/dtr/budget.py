@@ -1,4 +1,4 @@
-"""Budgets: run any training step in so many bytes.
+"""Blocks: run any training step in so many bytes, and write a log of it.
 
 In: a limit, a heuristic. Kept: while the block runs, its runtime, one a thread. Out: the runtime, with what happened.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,7 @@ from torch_remat.dtr._block_memory import BlockMemory
 from torch_remat.dtr._memory import Deallocation
 from torch_remat.dtr._ops import Cost, Costs
 from torch_remat.dtr._pool import Search
+from torch_remat.dtr._recorder import Recorder
 from torch_remat.dtr._runtime import BlockRuntime
 from torch_remat.dtr.heuristics import Heuristic, resolve
 from torch_remat.errors import UsageError
@@ -167,3 +171,36 @@ def budget(
 def active_runtime() -> Runtime | None:
     """Return the runtime of the block that this thread is in, None outside."""
     return getattr(_active, "runtime", None)
+
+
+@contextmanager
+def record(path: str | Path) -> Iterator[Runtime]:
+    """Write the log of all that a block does with tensors, for `simulate`.
+
+    Inside the block of a budget it writes what that block does; elsewhere it is such a block itself, without a limit.
+
+    Args:
+        path: Of the file, which is overwritten. It is sound also after an exception.
+
+    Example:
+        >>> import tempfile
+        >>> import torch_remat as remat
+        >>> path = tempfile.mkdtemp() + "/step.log"
+        >>> weight = torch.ones(8, requires_grad=True)
+        >>> with remat.dtr.record(path):
+        ...     loss = (weight * 2).sum()
+        >>> len(remat.dtr.Log.load(path).ops) > 0
+        True
+    """
+    runtime = active_runtime()
+    if runtime is not None and runtime._block.recorder is not None:
+        raise UsageError("this block is being recorded already", remedy="Record it once.")
+    with ExitStack() as stack:
+        if runtime is None:
+            runtime = stack.enter_context(Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured"))))
+        block, recorder = runtime._block, Recorder(path, seconds=runtime._memory.costs.measured)
+        stack.enter_context(recorder)
+        block.recorder = recorder
+        stack.callback(setattr, block, "recorder", None)
+        stack.callback(block.forget)
+        yield runtime

@@ -1,4 +1,4 @@
-"""Logs of real runs: what a block does, written down as the simulator reads it.
+"""Logs of real runs: what a block does, written down as the simulator reads it; see `record`.
 
 In: the ops that a runtime runs for the program, not those that it runs again. Kept: a name for each tensor of the
 program that is alive. Out: the file, sound line by line, whatever happens in the block.
@@ -6,56 +6,17 @@ program that is alive. Out: the file, sound line by line, whatever happens in th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torch_remat._compat import graph_task, storage_key
-from torch_remat.dtr._block_memory import BlockMemory
-from torch_remat.dtr._ops import Costs, Found, Kind, leaves
+from torch_remat.dtr._ops import Found, Kind, leaves
 from torch_remat.dtr._storage import Buffer, Handle
 from torch_remat.dtr._tensor import EvictableTensor
-from torch_remat.dtr.budget import Runtime, active_runtime
-from torch_remat.dtr.heuristics import resolve
 from torch_remat.dtr.log import LogWriter
-from torch_remat.errors import UsageError
-
-
-@contextmanager
-def record(path: str | Path) -> Iterator[Runtime]:
-    """Write the log of all that a block does with tensors, for `simulate`.
-
-    Inside the block of a budget it writes what that block does; elsewhere it is such a block itself, without a limit.
-
-    Args:
-        path: Of the file, which is overwritten. It is sound also after an exception.
-
-    Example:
-        >>> import tempfile
-        >>> import torch_remat as remat
-        >>> path = tempfile.mkdtemp() + "/step.log"
-        >>> weight = torch.ones(8, requires_grad=True)
-        >>> with remat.dtr.record(path):
-        ...     loss = (weight * 2).sum()
-        >>> len(remat.dtr.Log.load(path).ops) > 0
-        True
-    """
-    runtime = active_runtime()
-    if runtime is not None and runtime._block.recorder is not None:
-        raise UsageError("this block is being recorded already", remedy="Record it once.")
-    with ExitStack() as stack:
-        if runtime is None:
-            runtime = stack.enter_context(Runtime(BlockMemory(math.inf, resolve("lru"), Costs("measured"))))
-        recorder = stack.enter_context(Recorder(path, seconds=runtime._memory.costs.measured))
-        block = runtime._block
-        block.recorder = recorder
-        stack.callback(setattr, block, "recorder", None)
-        stack.callback(block.forget)
-        yield runtime
 
 
 class Recorder(LogWriter):
