@@ -26,7 +26,7 @@ from weakref import ref
 
 from torch_remat._compat import accelerator_type, after_backward, graph_task
 from torch_remat._util.storages import Ledger
-from torch_remat._util.text import format_bytes
+from torch_remat._util.text import format_bytes, plural
 from torch_remat.budgets.counted import Counted, PlainBytes, lock
 from torch_remat.budgets.fill import Filler
 from torch_remat.budgets.kept import Asked, Inside, KeptRegion, PlainRegion, bytes_of, registers_around
@@ -34,7 +34,7 @@ from torch_remat.budgets.plan import Plan, largest, plan_of
 from torch_remat.budgets.price import Choice, Part, choose, ends, rung_at
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Row, Step
-from torch_remat.budgets.text import format_budget, format_head
+from torch_remat.budgets.text import format_steps
 from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
 from torch_remat.dispatch.region.region import Region
 from torch_remat.errors import RematWarning, UsageError, user_line
@@ -137,7 +137,7 @@ class Budget(Data, Pictured):
         self._too_much = 0
 
     def __repr__(self) -> str:
-        return f"<{format_head(self)}>"
+        return f"<{self._head()}>"
 
     # The block.
 
@@ -447,6 +447,10 @@ class Budget(Data, Pictured):
             return size or "no limit"
         return f"{self.share:.0%} ({size or 'not measured yet'})" if 0 < self.share < 1 else f"{self.share:.0%}"
 
+    def _head(self) -> str:
+        reserve = f", {format_bytes(self.reserve_bytes)} of it in reserve" if self.reserve_bytes else ""
+        return f"budget of {self.told}{reserve}; {plural(self.step_count, 'step')}"
+
     def summary(self) -> str:
         """Return a line for reports of memory."""
         again = self.steps[-1].sum_of("recomputed_bytes") if self.steps else 0
@@ -460,7 +464,8 @@ class Budget(Data, Pictured):
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""
         self._look_up()
-        return format_budget(self, self._last_step())
+        step = self._last_step()
+        return "\n".join([self._head(), *(() if step is None else format_steps([*self.steps], self.step_count, step))])
 
     def to_dict(self) -> dict[str, Any]:
         """Return what happened as plain data: the budget, and the latest steps with their regions."""
@@ -488,7 +493,7 @@ class Budget(Data, Pictured):
             raise UsageError(
                 "budget.plot() needs steps", remedy="Run some steps in the block before: the first ones are recorded."
             )
-        return draw_budget(self, step)
+        return draw_budget(self.told, step)
 
     def plan(self) -> Plan:
         """Return the decisions of a step as a plan: of the latest of those whose regions would keep most.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_remat._util.text import format_bytes
 from torch_remat.budgets.price import curve
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def draw_budget(budget: Any, step: Step) -> Figure:
-    """Draw what the regions of a step could keep, and what they kept."""
+def draw_budget(told: str, step: Step) -> Figure:
+    """Draw what the regions of a step could keep, and what they kept, in a budget that is called so."""
     points = [(size + step.other_bytes(), ns) for size, ns in curve(step.parts())]
-    figure = draw_curve(f"What memory buys: a budget of {budget.told}", points)
+    figure = draw_curve(f"What memory buys: a budget of {told}", points)
     axes, kept = figure.axes[0], step.sum_of("kept_bytes")
     ns = sum((row.rung or row.part.ladder.rungs[0]).ns * row.part.scale for row in step.rows if row.part is not None)
     axes.plot([kept / _MIB], [ns / 1e6], "o", color=INK, label=f"this step: {format_bytes(kept)}, {ns / 1e6:.3g} ms")

@@ -14,12 +14,15 @@ _SHOWN = 3  # names of calls in a line
 _NOTHING = "nothing"
 
 
-def format_budget(budget: Any, step: Step | None) -> str:
-    """Return a budget's report: the price, sums, and for each kind of region what it keeps and what runs again."""
-    lines = [format_head(budget)]
-    if step is None:
-        return lines[0]
-    lines += _steps(list(budget.steps)[-6:], budget.step_count)
+def format_steps(steps: Sequence[Step], count: int, step: Step) -> list[str]:
+    """Return lines on the latest of so many steps: sums, the price, and what each kind of region keeps and runs again.
+
+    Args:
+        steps: The latest steps.
+        count: How many there were in all.
+        step: The last whole one.
+    """
+    lines = _steps(steps[-6:], count)
     if step.choice is not None:
         lines += ["", f"  {_price(step, step.choice)}"]
     elif not step.is_known and step.limit_bytes > 1:
@@ -27,13 +30,7 @@ def format_budget(budget: Any, step: Step | None) -> str:
     rows = [_cells(name, rows) for name, rows in _alike(step)]
     rows.append(_cells("all", step.rows, is_sum=True))
     lines += ["", *(f"  {line}".rstrip() for line in aligned([_HEAD, *rows], right=set(range(1, len(_HEAD) - 1))))]
-    return "\n".join(lines)
-
-
-def format_head(budget: Any) -> str:
-    """Return a budget in a few words."""
-    reserve = f", {format_bytes(budget.reserve_bytes)} of it in reserve" if budget.reserve_bytes else ""
-    return f"budget of {budget.told}{reserve}; {plural(budget.step_count, 'step')}"
+    return lines
 
 
 def _price(step: Step, choice: Choice) -> str:
