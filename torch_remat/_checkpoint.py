@@ -13,8 +13,8 @@ from torch.compiler import is_compiling
 
 from torch_remat._compiled import compiled_region
 from torch_remat._options import CheckpointOptions, checked_options, read_policy, require_values, says_form
-from torch_remat.dispatch.mode import RematMode, current_mode
-from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch, watch_by
+from torch_remat.dispatch.mode import RematMode, current_mode, watch_by
+from torch_remat.dispatch.options import DEFAULTS, ContextFn, DeterminismCheck, Options, Watch
 from torch_remat.dispatch.region.forward import run_region
 from torch_remat.errors import UsageError, shown
 from torch_remat.offload.protocol import Offloader

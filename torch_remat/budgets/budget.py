@@ -35,8 +35,8 @@ from torch_remat.budgets.price import Choice, Part, choose, ends, rung_at
 from torch_remat.budgets.reserve import Reserve
 from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_steps
-from torch_remat.dispatch.options import Begun, Keeping, keeping, observers
-from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.options import Begun, observers
+from torch_remat.dispatch.region.region import Keeping, Region, keeping
 from torch_remat.errors import RematWarning, UsageError, user_line
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.ladder import Ladder, Rung, gain

@@ -23,9 +23,9 @@ from torch_remat.budgets.steps import Row
 from torch_remat.dispatch.call.collectives import Collectives
 from torch_remat.dispatch.call.lowering import lower
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.options import Begun, Keeper, Keeping, Options, keeping
+from torch_remat.dispatch.options import Begun, Keeper, Options
 from torch_remat.dispatch.reach import boundary_nodes
-from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.region.region import Keeping, Region, keeping
 from torch_remat.errors import UsageError
 from torch_remat.ladders.kinds import Kind
 from torch_remat.ladders.ladder import Rung

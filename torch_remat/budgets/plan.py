@@ -16,7 +16,7 @@ from torch_remat._compat import process_groups
 from torch_remat.budgets.kept import Inside, registers_around
 from torch_remat.budgets.steps import Row, Step
 from torch_remat.budgets.text import format_plan
-from torch_remat.dispatch.options import keeping
+from torch_remat.dispatch.region.region import keeping
 from torch_remat.errors import UsageError, shown
 from torch_remat.ladders.ladder import Rung
 from torch_remat.policies.functions import found_at, place_of

@@ -373,3 +373,18 @@ def unseen() -> Iterator[None]:
             if isinstance(mode, RematMode):
                 stack.enter_context(mode.unwatched())
         yield
+
+
+def watch_by(make: Callable[[RematMode], Watch]) -> None:
+    """Let a function make what watches the phase of a mode."""
+    global _make
+    _make = make
+
+
+def watch(mode: RematMode) -> Watch:
+    """Return what watches the phase of a mode."""
+    assert _make is not None
+    return _make(mode)
+
+
+_make: Callable[[RematMode], Watch] | None = None

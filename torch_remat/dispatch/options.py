@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch_remat._compat import Handler, profiler_runs
@@ -99,28 +98,6 @@ class Begun(NamedTuple):
     entry: Any = None
 
 
-class Keeping(Protocol):
-    """What regions ask in the block of a budget.
-
-    Attributes:
-        registers: The budgets, innermost first.
-    """
-
-    registers: Sequence[Any]
-
-    def begin(
-        self, options: Options, function: Callable[..., Any], leaves: Sequence[Any], kind: Kind, shapes: Hashable
-    ) -> Begun:
-        """Say what a region keeps that is about to begin."""
-
-    def keeper(self, region: Any, begun: Begun | None) -> Keeper | None:
-        """Return the keeper of a region whose forward begins; ``begun`` is what was said of it."""
-
-
-# What the regions of this thread ask; None outside of budgets.
-keeping: ContextVar[Keeping | None] = ContextVar("torch_remat_keeping", default=None)
-
-
 # Who watches all regions of this process; see `reports.watch`. Not of a thread: backward runs in threads of its own,
 # which have no context variables of their callers.
 observers: list[Any] = []
@@ -148,18 +125,3 @@ class Watch(Protocol):
 def is_watched() -> bool:
     """Whether a region that begins a phase now has to be watched; if not, nothing is told in this phase."""
     return True if observers else profiler_runs()
-
-
-def watch_by(make: Callable[[Any], Watch]) -> None:
-    """Let a function make what watches the phase of a mode."""
-    global _make
-    _make = make
-
-
-def watch(mode: Any) -> Watch:
-    """Return what watches the phase of a mode."""
-    assert _make is not None
-    return _make(mode)
-
-
-_make: Callable[[Any], Watch] | None = None

@@ -18,8 +18,8 @@ from torch_remat._compat import as_written, eager_only
 from torch_remat._options import says_form
 from torch_remat._util.text import format_bytes
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.options import Begun, keeping
-from torch_remat.dispatch.region.region import Region
+from torch_remat.dispatch.options import Begun
+from torch_remat.dispatch.region.region import Region, keeping
 from torch_remat.errors import UsageError
 from torch_remat.ladders.kinds import Kind, Timed
 from torch_remat.ladders.ladder import Ladder, Rung

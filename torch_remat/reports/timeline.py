@@ -34,8 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
 from torch_remat.dispatch.mode import current_mode
-from torch_remat.dispatch.options import keeping
-from torch_remat.dispatch.region.region import Region, live_regions
+from torch_remat.dispatch.region.region import Region, keeping, live_regions
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Sums, report_of
 from torch_remat.reports.watch import WatchedOp

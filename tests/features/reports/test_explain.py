@@ -18,8 +18,8 @@ from tests.features.reports.blocks import native_block, op
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner
 from tests.helpers import alive, assert_same, checkpointed, collector_off, leaf, watch
 from tests.offloaders import OFFLOAD, Counting
-from torch_remat.dispatch import options
 from torch_remat.dispatch.call.survey import Survey
+from torch_remat.dispatch.region.region import keeping
 from torch_remat.ladders.kinds import forget_kinds
 
 BLOCK = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Sigmoid())
@@ -172,7 +172,7 @@ def test_wrong_uses_are_errors_and_leave_nothing_behind():
         checkpointed(lambda x: remat.explain(torch.sin)(x))(leaf(2))
     with pytest.raises(ZeroDivisionError):
         remat.explain(checkpointed(lambda x: 1 / 0))(leaf(2))
-    assert options.keeping.get() is None
+    assert keeping.get() is None
     assert str(remat.explain(lambda: None)()) == "no region ran"
 
 

@@ -60,12 +60,12 @@ from torch_remat.dispatch.holder import (
     read,
 )
 from torch_remat.dispatch.keys import key_of
-from torch_remat.dispatch.mode import RematMode, current_mode
+from torch_remat.dispatch.mode import RematMode, current_mode, watch
 from torch_remat.dispatch.naming import default_name
-from torch_remat.dispatch.options import DEFAULTS, Begun, Keeping, Options, is_watched, keeping, watch
+from torch_remat.dispatch.options import DEFAULTS, Begun, Options, is_watched
 from torch_remat.dispatch.reach import boundary_nodes
 from torch_remat.dispatch.region.inputs import leaves_of
-from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
+from torch_remat.dispatch.region.region import Keeping, OpenRegion, Region, Tape, keeping
 from torch_remat.dispatch.region.replay import fill
 from torch_remat.errors import UsageError, warn
 from torch_remat.offload.transfer import Placement

@@ -8,12 +8,13 @@ needed.
 from __future__ import annotations
 
 from _thread import RLock  # without the Python function around it that threading has
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from itertools import count
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -34,7 +35,7 @@ from torch_remat.dispatch.ambient import Ambient, RngState, capture_ambient
 from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, is_parameter
 from torch_remat.dispatch.naming import default_name, scope
-from torch_remat.dispatch.options import Keeper, Options
+from torch_remat.dispatch.options import Begun, Keeper, Options
 from torch_remat.dispatch.reach import places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
@@ -425,3 +426,25 @@ class OpenRegion(Region):
     function: Callable[..., Any]
     inputs: RegionInputs
     ambient: Ambient
+
+
+class Keeping(Protocol):
+    """What regions ask in the block of a budget.
+
+    Attributes:
+        registers: The budgets, innermost first.
+    """
+
+    registers: Sequence[Any]
+
+    def begin(
+        self, options: Options, function: Callable[..., Any], leaves: Sequence[Any], kind: Kind, shapes: Hashable
+    ) -> Begun:
+        """Say what a region keeps that is about to begin."""
+
+    def keeper(self, region: Region, begun: Begun | None) -> Keeper | None:
+        """Return the keeper of a region whose forward begins; ``begun`` is what was said of it."""
+
+
+# What the regions of this thread ask; None outside of budgets.
+keeping: ContextVar[Keeping | None] = ContextVar("torch_remat_keeping", default=None)

@@ -51,9 +51,9 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
-from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks
+from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks, watch
 from torch_remat.dispatch.naming import scope, scope_restored
-from torch_remat.dispatch.options import is_watched, watch
+from torch_remat.dispatch.options import is_watched
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
