@@ -140,7 +140,8 @@ class PlaceholderError(RematError):
                 "which no op of forward was seen to need, so that replay passes a placeholder without data",
                 region=region,
                 tensor=output,
-                remedy="Let the policy save the tensor, or read it with .item(), which is an op.",
+                remedy="Let the policy save the tensor, or read it with .item(), which is an op. After backward, a "
+                "list or dict that the region fills still has it: return the tensor from the region instead.",
             )
             return
         super().__init__(

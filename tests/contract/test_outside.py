@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import pairwise
+from tests.helpers import leaf, pairwise
 
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
 ROWS = {"small buffer": 4, "large buffer": 2080}  # of 8 floats: 128 bytes, and a little more than 64 KiB
@@ -548,3 +549,39 @@ def test_tensor_that_a_call_binds_and_that_is_modified_later_is_not_read(when):
 
 def is_found_bitwise(cell: Cell) -> bool:
     return isinstance(run_cell(cell, determinism_check="bitwise").error, remat.RematError)
+
+
+class Losing(nn.Module):
+    """Keeps a loss of its own where the trainer reads it, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        h = self.linear(x).sin()
+        self.loss = h.square().mean()
+        return h
+
+
+@pairwise(
+    keep=[lambda module, x: module(x), lambda module, x: remat.native_save_region("m", module, x)],
+    policy=[None, [torch.ops.aten.addmm.default]],
+)
+def test_attribute_that_forward_sets_is_no_placeholder_after_backward(keep, policy):
+    module, x = Losing(), leaf(2, 4)
+    holder = SimpleNamespace()  # an argument
+
+    def block(x, holder):
+        h = keep(module, x)
+        holder.seen = h.cos()
+        return h.exp().sin()
+
+    for _ in range(2):
+        y = remat.checkpoint(policy=policy)(block)(x, holder)
+        loss, seen = module.loss, holder.seen
+        (y.sum() + loss).backward()
+        assert not remat.is_placeholder(module.loss)
+        assert not remat.is_placeholder(holder.seen)
+        assert policy is None or (module.loss is loss and holder.seen is seen)
+        module.loss = holder.seen = None  # what forward finds is no tensor

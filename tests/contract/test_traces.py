@@ -206,3 +206,21 @@ def test_model_with_regions_is_traced_by_torch_jit_as_one_without(policy):
     traced, plain = torch.jit.trace(model(True), x), model(False)
     (found,), (expected,) = (torch.autograd.grad(run(x).sum(), x) for run in (traced, plain))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.jit.trace|torch.jit.trace_method).*:DeprecationWarning")
+@pytest.mark.parametrize("policy", [None, [torch.nn.functional.gelu], [torch.ops.aten.gelu.default]])
+def test_region_with_a_module_of_torch_jit_is_exact_once_that_has_run_twice(policy):
+    """A scripted module has fewer attributes than others; in its first calls, torch only watches what it does."""
+    x = leaf(4, 8)
+    module = torch.jit.trace(nn.Linear(8, 8), torch.randn(4, 8))
+    for _ in range(2):
+        module(x).sum().backward()
+
+    def block(x):
+        return nn.functional.gelu(module(x.sin()))
+
+    found, expected = (
+        torch.autograd.grad(run(x).sum(), [x, module.weight]) for run in (remat.checkpoint(policy=policy)(block), block)
+    )
+    assert_same(found, expected)

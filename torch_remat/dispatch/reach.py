@@ -123,7 +123,8 @@ class Reached:
                 self._add_attributes(module.__dict__)
 
     def _add_attributes(self, attributes: dict[str, Any]) -> None:
-        kinds = set(map(type, islice(reversed(attributes.values()), len(attributes) - _COUNT)))
+        own = max(len(attributes) - _COUNT, 0)  # a scripted module has fewer
+        kinds = set(map(type, islice(reversed(attributes.values()), own)))
         if Generator in kinds:
             self.generators += [value for value in attributes.values() if type(value) is Generator]
         if Tensor in kinds:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
+from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import keep_from_compiler
 from torch_remat.errors import user_line
@@ -82,7 +83,7 @@ def _tensors(tree: Any) -> str:
     shown = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         for leaf in optree.tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
     ]
     return ", ".join(shown)
 

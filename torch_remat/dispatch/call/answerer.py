@@ -483,6 +483,13 @@ class Answerer:
         """Return the name of the next call of forward, if there is one."""
         return self._calls[self.begun].name if self.begun < len(self._calls) else None
 
+    def has_placeholders(self) -> bool:
+        """Whether replay may meet any: under a policy or a ladder, of a native region or of a handle."""
+        region = self.region
+        if region.options.policy is not None or region.kind is not None:
+            return True
+        return any(call.answers is not None or call.is_handle for call in self._calls)
+
     def is_of_handle(self, source: Source) -> bool:
         """Whether a placeholder stands for the output of a handle whose body cannot run in replay."""
         call = self.region.tape.records.get(source.op)

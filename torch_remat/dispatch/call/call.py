@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import (
     any_autocast_enabled,
@@ -142,7 +143,8 @@ class RunningCall(Running):
             call.reads = [key for tensor in given for key in keys_of(tensor)]
         if not is_pure:
             self._state = state_of((function, *args, *kwargs.values()))
-            variables = [tensor for place in self.given.places() if (tensor := place.tensor) is not None]
+            places = self.given.places()
+            variables = [tensor for place in places if (tensor := place.tensor) is not None and not is_lazy(tensor)]
             self.given.before = [(tensor, version_of(tensor)) for tensor in (*given, *variables)]
         self.draws = not is_builtin(function) or may_draw(function.__name__)
         if self.draws and ops.draws is not None:

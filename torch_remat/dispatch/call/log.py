@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -202,10 +202,15 @@ class Log:
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a tensor is a small buffer, which a call may have modified without its version counter."""
-        outside = self.region.outside
-        if tensor.requires_grad or outside is None or type(tensor) is not Tensor:
+        if tensor.requires_grad or self.region.outside is None or type(tensor) is not Tensor:
             return False
-        return key_of(tensor) in outside.small()
+        return key_of(tensor) in self.small
+
+    @cached_property
+    def small(self) -> frozenset[int]:
+        """The storages of the small buffers, whose values are state."""
+        outside = self.region.outside
+        return frozenset() if outside is None else frozenset(outside.small())
 
     # What autograd saves.
 
@@ -389,8 +394,7 @@ class Log:
     def note_outer(self, call: Call, key: int, version: int) -> None:
         """Note that a call modified a tensor that outlives the region, and had this version before."""
         call.touched = self.storages.has_writes = True
-        outside = self.region.outside
-        if outside is None or key not in outside.small():
+        if key not in self.small:
             call.wrote = [*call.wrote, "a tensor created outside the region"]
 
     # Ops with handles.

@@ -36,7 +36,7 @@ from torch_remat.dispatch.call.entry import Call
 from torch_remat.dispatch.holder import Holder, Layout, OpHolder, ResidentRef, is_parameter
 from torch_remat.dispatch.naming import default_name, scope
 from torch_remat.dispatch.options import Begun, Keeper, Options
-from torch_remat.dispatch.reach import places_in, reach
+from torch_remat.dispatch.reach import Reached, places_in, reach
 from torch_remat.dispatch.region.inputs import RegionInputs
 from torch_remat.dispatch.region.outside import Outside
 from torch_remat.errors import MismatchError, ReleasedError, UsageError
@@ -64,6 +64,14 @@ def live_regions() -> list[Region]:
     """Return the regions that are alive, oldest first."""
     alive = [region for entry in list(_regions) if (region := entry()) is not None]
     return sorted(alive, key=lambda region: region.serial)
+
+
+def reached_by(function: Callable[..., Any], inputs: RegionInputs) -> Reached:
+    """Return what a region's function reaches, with what is in objects among the arguments."""
+    reached = reach(function, inputs.modules() if inputs.others else ())
+    if inputs.others:
+        reached.places += places_in(inputs.others)
+    return reached
 
 
 class Tape:
@@ -241,9 +249,7 @@ class Region:
         hooks = top_saved_tensors_hooks()
         inputs = RegionInputs(args, kwargs, hooks)
         self.inputs: RegionInputs | None = inputs
-        reached = reach(function, inputs.modules() if inputs.others else ())
-        if inputs.others:
-            reached.places += places_in(inputs.others)
+        reached = reached_by(function, inputs)
         self.parameters: Sequence[torch.Tensor | None] = reached.parameters
         if reached.places:
             self.outside = Outside(reached.places, options.policy is not None)

@@ -51,6 +51,7 @@ from torch_remat.dispatch.holder import (
     metadata_of,
     parameter_behind,
 )
+from torch_remat.dispatch.keys import UNCOUNTED
 from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnderHooks, watch
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import is_watched
@@ -58,7 +59,7 @@ from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_n
 from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, Unreadable, put_back
-from torch_remat.dispatch.region.region import OpenRegion, Region, Tape
+from torch_remat.dispatch.region.region import OpenRegion, Region, Tape, reached_by
 from torch_remat.errors import MismatchError, PlaceholderError, at_user_line
 
 
@@ -86,6 +87,7 @@ class Filling(Replaying):
     _sees_modes_of_forward = True  # also how many modes: ops of C++ write into their tensors where no mode is active
     _others_next = 0  # the place of the next tensor that inner regions save and have not made
     _before: Sequence[tuple[Place, State]] = ()  # what outlives the region, as the replay found it
+    _bound: Sequence[tuple[Place, State]] = ()  # to which tensors places were bound, where it binds placeholders
 
     def __init__(self, region: Region, last: int) -> None:
         self.region = region  # type: ignore[assignment]  # its caller has seen that it can run
@@ -153,14 +155,14 @@ class Filling(Replaying):
             set_grad_enabled(grad_enabled)
             if flags:
                 give_flags(parameters, flags)
-            if self._before:
-                put_back(self._before)
+            put_back(self._bound)
+            put_back(self._before)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
             self.observed = self.unread = self.function_mode = None
             # A tensor of the replay that outlives it owns its graph, which knows this mode through its pack hook.
-            self._before = ()
+            self._before = self._bound = ()
             if earlier is not None or last_refusal.get() is not None:
                 last_refusal.set(earlier)
 
@@ -189,6 +191,8 @@ class Filling(Replaying):
         """
         region, ops = self.region, self.ops
         parameters = check_parameters(region)
+        if ops is not None and ops.has_placeholders():
+            self._bound = _bound_now(region)
         storages: list[Unreadable] = []
         if region.outside is not None:
             self._before, storages = region.outside.go_back(region.name)
@@ -548,6 +552,13 @@ class Filling(Replaying):
             if holder is not None and (value := holder.value) is not None and has_other_values(before, value):
                 return other_values(self.region, holder, before, line)
         return None
+
+
+def _bound_now(region: OpenRegion) -> list[tuple[Place, State]]:
+    """Return the tensors that are at the places that a region's function reaches, also those that forward put there."""
+    found = reached_by(region.function, region.inputs).tensors
+    # A list may be shorter after replay, and in a tuple nothing is put.
+    return [(place, State(place.tensor, UNCOUNTED)) for place in found if type(place.holder) not in (list, tuple)]
 
 
 _REPLAY = Filling.replay.__code__
