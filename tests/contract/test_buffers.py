@@ -347,3 +347,37 @@ def test_call_that_saves_a_buffer_that_it_modifies_is_exact(wrap, case):
     twin = copy.deepcopy(module)
     expected = train(lambda m: lambda x: m(x.sin()).sin(), module)
     assert_same(expected, train(partial(wrap, **options), twin))
+
+
+class Rotary(nn.Module):
+    """Makes a table when it first runs, and a longer one for longer sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table, self.length = nn.Linear(4, 4), None, 0
+
+    def forward(self, x):
+        if self.table is None or self.length < len(x):
+            self.length = len(x)
+            self.table = torch.arange(self.length)[:, None].cos()
+        return (self.linear(x) * self.table[: len(x)]).exp()
+
+
+@pytest.mark.parametrize("way", ["plain", "policy", "method", "region in a region", "native region", "call"])
+def test_table_that_grows_with_a_length_beside_it_is_exact(way):
+    """Two graphs are there at once: replay of the first finds what its forward found."""
+
+    def program(wrap, module):
+        torch.manual_seed(1)
+        results = []
+        for length in (2, 4):
+            x, y = leaf(length, 4), leaf(length + 1, 4)
+            out = wrap(module)(x).sum() + wrap(module)(y).sum()
+            out.backward()
+            results += [x.grad, y.grad, torch.tensor(module.length)]
+        return [*results, module.table, module.linear.weight.grad]
+
+    torch.manual_seed(0)
+    module = Rotary()
+    twin = copy.deepcopy(module)
+    assert_same(program((lambda m: lambda x: m(x).sin()) if way in SINES else plain, module), program(WAYS[way], twin))

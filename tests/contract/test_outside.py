@@ -585,3 +585,101 @@ def test_attribute_that_forward_sets_is_no_placeholder_after_backward(keep, poli
         assert not remat.is_placeholder(holder.seen)
         assert policy is None or (module.loss is loss and holder.seen is seen)
         module.loss = holder.seen = None  # what forward finds is no tensor
+
+
+class Filled(nn.Module):
+    """A cache that is a buffer, and a number that says how much of it is filled: as in `rotary-embedding-torch`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 4))
+        self.filled = 0
+
+    def forward(self, x):
+        if len(x) > self.filled:
+            made = torch.arange(len(x))[:, None] * torch.linspace(0.1, 1, 4)
+            self.cache[: len(x)] = made
+            self.filled = len(x)
+        else:
+            made = self.cache[: len(x)]
+        return x * made.cos()
+
+
+class Grown(nn.Module):
+    """A tensor that is bound anew when it is too short, and its length: as in `flash-attn`."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.cos = 1, torch.ones(1, 4)
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length, self.cos = len(x), (torch.arange(len(x))[:, None] * torch.linspace(0.1, 1, 4)).cos()
+        return x * self.cos[: len(x)]
+
+
+class Counted(nn.Module):
+    """An average, and how many it is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(4))
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        self.average.lerp_(x.detach().mean(0), 1 / self.count)
+        return x * self.average
+
+
+class Replaced(nn.Module):
+    """A tensor whose place something else takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.latest = torch.zeros(4)
+
+    def forward(self, x):
+        self.latest = ("no", "tensor")
+        return x.sin()
+
+
+KEEPS = {
+    "nothing": {},
+    "early stop off": {"early_stop": False},
+    "by op": {"policy": [aten.mm.default]},
+    "by function": {"policy": [torch.matmul]},
+    "by module": {"policy": remat.save_modules("0")},
+    "the product": {"policy": remat.save_modules("1")},
+}
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("kind", [Filled, Grown, Counted, Replaced])
+def test_numbers_of_a_module_go_with_its_tensors(kind, keeps, monkeypatch):
+    """No values are compared: the gradients are right."""
+    monkeypatch.setattr("torch_remat.dispatch.region.forward.takes_samples", lambda serial: False)
+
+    def program(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(), Product())
+        found, left = [], []
+        for length in (2, 2, 3):
+            x = torch.randn(length, 4, requires_grad=True)
+            wrap(model)(x).exp().sum().backward()
+            found += [x.grad, model[1].weight.grad.clone()]
+            left.append({name: value for name, value in vars(model[0]).items() if type(value) in (int, tuple)})
+        return [*found, *model.buffers()], left
+
+    expected, got = program(lambda model: model), program(remat.checkpoint(**KEEPS[keeps]))
+    assert all(map(torch.equal, expected[0], got[0]))
+    assert expected[1] == got[1]

@@ -13,7 +13,7 @@ is not found either: the replay starts when autograd unpacks the first empty hol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -28,6 +28,29 @@ from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, optree
 # Torch's own modules, to which nobody adds an attribute, have buffers at most; a bare `Module()` is a holder.
 _BARE = {kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module)} - {Module}
 _COUNT = len(Module().__dict__)  # of the attributes that every module has, which come first
+_NUMBERS = {int, float, bool, str}
+
+
+class Numbers:
+    """The numbers and strings among a module's attributes: one value, the same object as long as none has changed."""
+
+    __slots__ = ("_attributes", "_latest")
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes, self._latest = attributes, dict[str, object]()
+
+    def __getitem__(self, key: object) -> dict[str, object]:
+        now = {name: value for name, value in self._attributes.items() if type(value) in _NUMBERS}
+        if now != self._latest:
+            self._latest = now
+        return self._latest
+
+    def __setitem__(self, key: object, value: dict[str, object]) -> None:
+        self._attributes.update(value)
+
+    def are_of(self, holders: Collection[int]) -> bool:
+        """Whether one of these, by identity, holds the module's buffers or its other attributes."""
+        return id(self._attributes) in holders or id(self._attributes["_buffers"]) in holders
 
 
 class Place(NamedTuple):
@@ -57,8 +80,8 @@ class Place(NamedTuple):
         except LookupError:
             return None
 
-    def put(self, value: Tensor | None) -> None:
-        """Put a tensor there."""
+    def put(self, value: object) -> None:
+        """Put a value there."""
         if type(self.holder) is CellType:
             self.holder.cell_contents = value
         else:
@@ -120,9 +143,9 @@ class Reached:
                 buffers = module._buffers
                 places += [Place(buffers, name, tensor, module) for name, tensor in buffers.items()]
             if type(module) not in _BARE:
-                self._add_attributes(module.__dict__)
+                self._add_attributes(module.__dict__, bool(module._buffers))
 
-    def _add_attributes(self, attributes: dict[str, Any]) -> None:
+    def _add_attributes(self, attributes: dict[str, Any], has_buffers: bool) -> None:
         own = max(len(attributes) - _COUNT, 0)  # a scripted module has fewer
         kinds = set(map(type, islice(reversed(attributes.values()), own)))
         if Generator in kinds:
@@ -131,6 +154,8 @@ class Reached:
             self.places += [
                 Place(attributes, name, value, None) for name, value in attributes.items() if type(value) is Tensor
             ]
+        if (has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS):
+            self.places.append(Place(Numbers(attributes), "numbers", None, None))
 
 
 def reach(function: Callable[..., Any], arguments: Sequence[Module] = (), parameters_alone: bool = False) -> Reached:

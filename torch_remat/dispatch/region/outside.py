@@ -6,7 +6,8 @@ changed. Out: in a replay the state of forward, afterwards all as it was, and th
 NOTE [ Outside ]
 Which tensor a place is bound to, and the values of a buffer of at most 64 KiB of a module in training, are *state*: if
 forward changes them, replay starts from what forward began with, a skipped call leaves there what it left in forward,
-and afterwards all is as it was. Values are compared too, since batch norms and ``.data`` move no counter.
+and afterwards all is as it was; with a module's tensors also its numbers, which may say how much of a cache is filled.
+Values are compared too, since batch norms and ``.data`` move no counter.
 All else that changed is *unread*:
 1. What only skipped calls modified, until the last of them has begun; it is not modified again.
 2. What recomputed code modified, throughout; it is copied for the replay, and put back afterwards.
@@ -30,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, is_refused, set_version, without_modes_for
 from torch_remat.dispatch.keys import UNCOUNTED, keys_of, version_of
-from torch_remat.dispatch.reach import Place
+from torch_remat.dispatch.reach import Numbers, Place
 from torch_remat.errors import MutationError, RematError, at_user_line
 
 COPIED_BYTES = 1 << 16
@@ -44,11 +45,16 @@ Unreadable = tuple[Collection[int], float, bool, bool, MakeErrorOf]
 
 
 class State(NamedTuple):
-    """What was at a place at one time: a tensor, its version counter, and its values if they are state."""
+    """What was at a place at one time: a tensor or other object, its version counter, its values if they are state."""
 
-    tensor: Tensor | None
+    value: object
     version: int
     copy: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The value, if it is a tensor."""
+        return self.value if isinstance(self.value, Tensor) else None
 
 
 class Noted:
@@ -94,7 +100,7 @@ class Noted:
         """Return what is at the place now."""
         tensor = self.place.held()
         if not isinstance(tensor, Tensor):
-            return State(None, 0)
+            return State(tensor, 0)
         if type(tensor) is not Tensor and is_lazy(tensor):  # the region may initialize it
             return State(tensor, UNCOUNTED)
         is_copied = with_values and not tensor.is_sparse and tensor.nbytes <= COPIED_BYTES
@@ -111,11 +117,11 @@ class Noted:
     def finish(self, has_policy: bool, is_logged: Callable[[Tensor], bool]) -> None:
         """Note how forward leaves the place, and forget the start of what is no state; see NOTE [ Outside ]."""
         assert self.start is not None
-        tensor, version, copy = self.start
+        tensor, version, copy = self.start.tensor, self.start.version, self.start.copy
         now = self.now(False)
         self.end = (None if now.tensor is None else ref(now.tensor)), now.version
         self.shape = None if now.tensor is None else now.tensor.shape
-        is_bound, moved = now.tensor is not tensor, 0
+        is_bound, moved = now.value is not self.start.value, 0
         if tensor is not None and not (is_bound and version == UNCOUNTED):
             moved = (version_of(tensor) if is_bound else now.version) - version
         is_written = bool(moved) or not (copy is None or tensor is None or _same(tensor, copy))
@@ -140,7 +146,8 @@ class Noted:
         now = self.now(False)
         if self.start is not None:
             seen = set()
-            for tensor, version, copy in (self.start, *self.left):
+            for state in (self.start, *self.left):
+                tensor, version, copy = state.tensor, state.version, state.copy
                 if tensor is None or id(tensor) in seen:
                     continue
                 has_moved = copy is None and version_of(tensor) != version
@@ -220,21 +227,22 @@ class Outside:
         """
         effects: list[tuple[Noted, State]] = []
         modified = []
-        for noted, (tensor, version, copy) in zip(self._noted, before, strict=True):
-            now = noted.now(False)
-            is_same = now.tensor is tensor and now.version == version
+        for noted, earlier in zip(self._noted, before, strict=True):
+            now, tensor, copy = noted.now(False), earlier.tensor, earlier.copy
+            is_same = now.value is earlier.value and now.version == earlier.version
             if is_same and (copy is None or tensor is None or _same(tensor, copy)):
                 continue
             assert noted.start is not None
-            if copy is not None or now.tensor is not noted.start.tensor:  # also what the region itself has put there
+            is_other = now.tensor is None or now.tensor is not noted.start.tensor
+            if copy is not None or is_other:  # also what the region itself has put there
                 state = noted.now(noted.is_small)
                 if state.tensor is not None and state.tensor.grad_fn is not None:  # its graph may own the region
                     with without_modes_for(state.tensor):
-                        state = state._replace(tensor=state.tensor.detach().requires_grad_())
+                        state = state._replace(value=state.tensor.detach().requires_grad_())
                 effects.append((noted, state))
                 noted.left = [*noted.left, state]
             else:
-                noted.by_calls += now.version - version
+                noted.by_calls += now.version - earlier.version
                 noted.last = number
                 modified.append(noted.place.name)
         if effects:
@@ -279,6 +287,10 @@ class Outside:
         """
         for noted in self._noted:
             noted.finish(self._has_policy, is_logged)
+        changed = {id(noted.place.holder) for noted in self._noted if noted.start is not None}
+        for noted in self._noted:
+            if type(noted.place.holder) is Numbers and not noted.place.holder.are_of(changed):
+                noted.start, noted.left = None, ()
 
     # Replay.
 
@@ -309,9 +321,10 @@ def _keys(places: Sequence[Noted]) -> set[int]:
 
 def put_back(states: Sequence[tuple[Place, State]]) -> None:
     """Let places be as they were, as far as that is known."""
-    for place, (tensor, version, copy) in states:
-        if place.held() is not tensor:
-            place.put(tensor)
+    for place, state in states:
+        tensor, version, copy = state.tensor, state.version, state.copy
+        if place.held() is not state.value:
+            place.put(state.value)
         if copy is None or tensor is None:
             continue
         with without_modes_for(tensor), torch.no_grad():
