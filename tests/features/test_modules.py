@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
 from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
+from tests.offloaders import OFFLOAD, Counting
 from torch_remat.errors import PolicyError, UsageError
-from torch_remat.modules.layers import CheckpointedModules
 
 
 class Model(nn.Module):
@@ -74,6 +74,9 @@ def test_gradients_are_those_of_the_plain_model_and_regions_keep_their_inputs_on
     ]
 
 
+OF_MLP_AND_NORM = [*(f"layers.{at}.{part}" for at in range(3) for part in ("0.norm", "1")), "norm"]
+
+
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
@@ -82,27 +85,16 @@ def test_gradients_are_those_of_the_plain_model_and_regions_keep_their_inputs_on
         ({"layers.*": {"keep_last": 1}, "layers.2.1": {}}, ["layers.0", "layers.1", "layers.2.1"]),
         ("*", ["layers.0", "layers.1", "layers.2", "norm", "head"]),  # neither the root nor the list of layers
         ("*.qkv", ["layers.0.0.qkv", "layers.1.0.qkv", "layers.2.0.qkv"]),
-    ],
-    ids=str,
-)
-def test_patterns_choose_the_outermost_of_what_they_match(model, patterns, expected):
-    remat.checkpoint_modules(model, patterns)
-    assert names_of_regions(model) == expected
-
-
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
         (nn.Sequential, ["layers.0", "layers.1", "layers.2"]),
-        ((Mlp, nn.LayerNorm), [*(f"layers.{at}.{part}" for at in range(3) for part in ("0.norm", "1")), "norm"]),
+        ((Mlp, nn.LayerNorm), OF_MLP_AND_NORM),
         ([Mlp, "layers.1.0"], ["layers.0.1", "layers.1.0", "layers.1.1", "layers.2.1"]),
         ({Mlp: {"keep_last": 1}, "head": {}}, ["layers.0.1", "layers.1.1", "head"]),
     ],
+    ids=str,
 )
-def test_classes_choose_their_instances(model, patterns, expected):
-    handle = remat.checkpoint_modules(model, patterns)
+def test_patterns_and_classes_choose_the_outermost_of_what_they_match(model, patterns, expected):
+    remat.checkpoint_modules(model, patterns)
     assert names_of_regions(model) == expected
-    assert "\nMlp: " in str(handle) or patterns is nn.Sequential
 
 
 def test_keep_last_leaves_the_last_matches_of_each_pattern_alone(model):
@@ -126,18 +118,10 @@ def test_options_of_a_pattern_come_before_those_of_the_call(model):
         "    layers.1\n"
         "    unchanged: layers.2"
     )
+    assert "\nMlp: " in str(remat.checkpoint_modules(Model(), [Mlp, "layers.1.0"]))
     with no_other_regions():
         report = remat.memory_report(model.eval()(INPUT))
     assert [region.bytes for region in report.regions] == [3 * INPUT.nbytes, INPUT.nbytes]
-
-
-def test_state_dict_names_and_classes_are_what_they_were(model):
-    before = list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]
-    parameters = list(map(id, model.parameters()))
-    remat.checkpoint_modules(model, "layers.*")
-    assert (list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]) == before
-    assert list(map(id, model.parameters())) == parameters
-    model.load_state_dict(Model().state_dict())
 
 
 def test_hooks_of_the_module_run_once_and_those_of_its_children_again(model):
@@ -160,31 +144,38 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
-def test_copies_have_regions_of_their_own(copied):
-    model, policy = Model(), remat.policies.save_matmuls | remat.save_names("1.*")
+NAMES, DICT = remat.policies.save_matmuls | remat.save_names("1.*"), {nn.functional.linear: OFFLOAD}
+OPS = {torch.ops.aten.addmm.default: OFFLOAD, torch.ops.aten.gelu: remat.CheckpointPolicy.SAVE}
+
+
+@pytest.mark.parametrize(
+    ("copied", "policy"),
+    [(copy.deepcopy, NAMES), (saved_and_loaded, NAMES), (copy.deepcopy, OPS), (saved_and_loaded, DICT)],
+)
+def test_copies_have_regions_of_their_own(copied, policy):
+    model = Model()
     expected = train_step(model)
     handle = remat.checkpoint_modules(model, "layers.*", keep_last=1, policy=policy)
-    with collector_off():
+    with collector_off(), remat.offload_to(Counting()):
         duplicate = copied(model)
         handle.remove()
         del model, handle
         assert names_of_regions(duplicate) == ["layers.0", "layers.1"]
         assert_same(expected, train_step(duplicate))
-        assert list(duplicate.state_dict()) == list(Model().state_dict())
-        again = copy.deepcopy(duplicate)
-        assert names_of_regions(again) == ["layers.0", "layers.1"]
+        assert (remat.memory_report(duplicate(INPUT)).offloaded_bytes > 0) == isinstance(policy, dict)
+        assert names_of_regions(copy.deepcopy(duplicate)) == ["layers.0", "layers.1"]
+        layer = copy.deepcopy(duplicate.layers[1])
+        assert names_of_regions(layer) == ["layers.1"]
+        layer(INPUT).sum().backward()
         gone = weakref.ref(duplicate.layers[0])
-        del duplicate
+        del duplicate, layer
         assert gone() is None
 
 
-def test_a_layer_by_itself_can_be_copied_and_a_forward_without_its_module_says_so(model):
+def test_a_forward_without_its_module_says_so(model):
     remat.checkpoint_modules(model, "layers.*")
-    layer, forward = copy.deepcopy(model.layers[1]), copy.deepcopy(model.layers[0].forward)
+    forward = copy.deepcopy(model.layers[0].forward)
     del model
-    assert names_of_regions(layer) == ["layers.1"]
-    layer(INPUT).sum().backward()
     with pytest.raises(UsageError, match="the module that this function belongs to is gone"):
         forward(INPUT)
 
@@ -200,19 +191,23 @@ def test_a_model_is_freed_without_the_collector():
         handle.remove()
 
 
-def test_remove_or_the_end_of_a_block_makes_the_model_what_it_was(model):
-    before = snapshot(model)
+def test_regions_keep_what_a_model_consists_of_and_removing_them_makes_it_what_it_was(model):
+    def parts():
+        return list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]
+
+    before, parts_before = snapshot(model), parts()
     with remat.checkpoint_modules(model, ["layers.*", "head"]) as handle:
-        assert isinstance(handle, CheckpointedModules)
         assert repr(handle) == "<4 regions in Model>"
         assert snapshot(model) != before
+        assert parts() == parts_before
+        model.load_state_dict(Model().state_dict())
     assert snapshot(model) == before
     handle.remove()
     assert snapshot(model) == before
 
 
-def test_a_forward_that_was_set_before_is_what_runs_and_comes_back(model):
-    calls, layer = [], model.layers[0]
+def test_a_forward_that_was_set_before_or_later_runs_and_stays(model):
+    calls, layer, later = [], model.layers[0], model.layers[1]
     own = type(layer).forward
 
     def forward(x):
@@ -222,23 +217,15 @@ def test_a_forward_that_was_set_before_is_what_runs_and_comes_back(model):
     layer.forward = forward
     expected = train_step(model)
     calls.clear()
-    handle = remat.checkpoint_modules(model, "layers.*", early_stop=False)
+    handle = remat.checkpoint_modules(model, "layers.[01]", early_stop=False)
+    outer = functools.update_wrapper(functools.partial(lambda inner, x: inner(x), later.forward), later.forward)
+    later.forward = outer
     assert_same(expected, train_step(model))
     assert calls == [False, True]
+    assert names_of_regions(model) == ["layers.0", "layers.1"]
     handle.remove()
     assert layer.forward is forward
-
-
-def test_a_forward_that_is_set_later_stays_and_what_it_calls_is_removed(model):
-    handle = remat.checkpoint_modules(model, "layers.0")
-    inner = model.layers[0].forward
-    model.layers[0].forward = functools.update_wrapper(
-        functools.partial(lambda module, x: inner(x), model.layers[0]), inner
-    )
-    outer = model.layers[0].forward
-    assert names_of_regions(model) == ["layers.0"]
-    handle.remove()
-    assert model.layers[0].forward is outer
+    assert later.forward is outer
     assert names_of_regions(model) == []
 
 
@@ -296,14 +283,6 @@ def test_errors_leave_the_model_as_it_was(model, case):
     with pytest.raises(UsageError) as caught:
         remat.checkpoint_modules(model, patterns)
     assert text in str(caught.value)
-    with pytest.raises(PolicyError, match="is not a policy"):
-        remat.checkpoint_modules(model, "layers.*", policy=3)
-    with pytest.raises(UsageError, match="takes no dict"):
-        remat.checkpoint_modules({}, "*")
-    with pytest.raises(
-        UsageError, match=r"missing a required argument: 'patterns'\.\nThe form is checkpoint_modules\("
-    ):
-        remat.checkpoint_modules(model, keep_last=1)
     assert snapshot(model) == before
 
 
@@ -312,6 +291,16 @@ def test_a_maker_of_policies_that_nobody_called_is_an_error_at_once(maker):
     with pytest.raises(PolicyError, match=f"{maker.__name__} makes policies") as caught:
         remat.checkpoint(policy=maker)
     assert "Call it" in str(caught.value)
+
+
+def test_wrong_calls_are_errors(model):
+    with pytest.raises(PolicyError, match="is not a policy"):
+        remat.checkpoint_modules(model, "layers.*", policy=3)
+    with pytest.raises(UsageError, match="takes no dict"):
+        remat.checkpoint_modules({}, "*")
+    form = r"missing a required argument: 'patterns'\.\nThe form is checkpoint_modules\("
+    with pytest.raises(UsageError, match=form):
+        remat.checkpoint_modules(model, keep_last=1)
 
 
 def test_regions_of_an_earlier_call_are_an_error(model):
@@ -340,17 +329,10 @@ def test_a_module_that_takes_no_attribute_leaves_the_others_as_they_were(model):
     assert snapshot(model) == before
 
 
-@pytest.fixture
-def _compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("how", ["torch.compile", "compile", "regions of the compiled", "a layer compiled before"])
 def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
+    torch._dynamo.reset()
     model.eval()
     expected = train_step(model)
     backend = CompileCounterWithBackend("eager")
