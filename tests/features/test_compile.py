@@ -130,10 +130,13 @@ def test_region_with_a_policy_compiles_to_one_graph(kind):
 
 @pytest.mark.skipif(TELLS_OUTPUT, reason="this torch tells policies what an op returned")
 def test_policy_that_goes_by_the_output_is_an_error_where_torch_tells_it_to_none():
-    with pytest.raises(RuntimeError) as caught:
+    said = ""
+    try:
         torch.compile(remat.checkpoint(policy=by_output)(torch.mm), backend="aot_eager")(leaf(4, 4), leaf(4, 4))
+    except RuntimeError as error:  # whose frames keep the mode active: no tensor can be printed
+        said = str(error)
     gc.collect()
-    assert "asks before an op runs" in str(caught.value)
+    assert "asks before an op runs" in said
 
 
 def test_graph_break_inside_a_region_is_equal():
