@@ -52,9 +52,17 @@ def chain(x):
 
 
 OUTSIDE = nn.Linear(8, 8)
-OF_ATTENTION = "norm.native_layer_norm_0_0 qkv.addmm_0_0 bmm_0_0 div_0_0 _softmax_0_0 bmm_1_0 add_0_0".split()
-OF_MLP = "up.addmm_0_0 gelu_0_0 down.addmm_0_0 add_0_0".split()
-OF_OUTER = "fails.cos_0_0 linear.addmm_0_0 linear.tanh_0_0 sin_0_0 linear.addmm_1_0 linear.tanh_1_0".split()
+OF_ATTENTION = [
+    "norm.native_layer_norm_0_0",
+    "qkv.addmm_0_0",
+    "bmm_0_0",
+    "div_0_0",
+    "_softmax_0_0",
+    "bmm_1_0",
+    "add_0_0",
+]
+OF_MLP = ["up.addmm_0_0", "gelu_0_0", "down.addmm_0_0", "add_0_0"]
+OF_OUTER = ["fails.cos_0_0", "linear.addmm_0_0", "linear.tanh_0_0", "sin_0_0", "linear.addmm_1_0", "linear.tanh_1_0"]
 NAMES = {
     "op, count and output": (lambda: chain, ["mm_0_0", "sin_0_0", "mm_1_0", "sin_1_0"]),
     "modules": (block, [f"blocks.{at}.{name}" for at, names in enumerate((OF_ATTENTION, OF_MLP)) for name in names]),
