@@ -52,15 +52,8 @@ def chain(x):
 
 
 OUTSIDE = nn.Linear(8, 8)
-OF_ATTENTION = [
-    "norm.native_layer_norm_0_0",
-    "qkv.addmm_0_0",
-    "bmm_0_0",
-    "div_0_0",
-    "_softmax_0_0",
-    "bmm_1_0",
-    "add_0_0",
-]
+OF_ATTENTION = ["norm.native_layer_norm_0_0", "qkv.addmm_0_0", "bmm_0_0", "div_0_0", "_softmax_0_0", "bmm_1_0"]
+OF_ATTENTION += ["add_0_0"]
 OF_MLP = ["up.addmm_0_0", "gelu_0_0", "down.addmm_0_0", "add_0_0"]
 OF_OUTER = ["fails.cos_0_0", "linear.addmm_0_0", "linear.tanh_0_0", "sin_0_0", "linear.addmm_1_0", "linear.tanh_1_0"]
 NAMES = {
