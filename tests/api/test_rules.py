@@ -57,7 +57,7 @@ def layer(module: str) -> int:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> list[str]:
-    """Return the dotted names that a file imports, at any depth; `from a import b` gives `a` and `a.b`."""
+    """Return the dotted names that a file imports, at any depth; of the package, the modules."""
     found = []
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(tree):
@@ -68,8 +68,9 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> list[str]:
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
-            found.append(base)
-            found += [f"{base}.{alias.name}" for alias in node.names]
+            names = [f"{base}.{alias.name}" for alias in node.names]
+            of_package = base.split(".")[0] == NAME
+            found += [base if of_package and not is_module(name) else name for name in names]
     return found
 
 
@@ -80,24 +81,9 @@ def is_module(name: str) -> bool:
 
 
 def wrong_directions(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Return the package's modules that a file imports and must not."""
-    wrong = []
-    for name in imports(ast.parse(source), module, is_package):
-        if name.split(".")[0] != NAME:
-            continue
-        while not is_module(name):
-            name = name.rpartition(".")[0]
-        names_own_package = name == NAME and module != NAME  # `from . import errors` also gives the module itself
-        if not names_own_package and (module, name) not in LAZY and layer(name) > layer(module):
-            wrong.append(name)
-    return wrong
-
-
-def takes_names_from_the_face(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Return what a file below the face takes from the package itself other than modules."""
-    names = imports(ast.parse(source), module, is_package)
-    below = [name for name in names if name.rpartition(".")[0] == NAME and not is_module(name)]
-    return below + [name for name in names if name == NAME and f"import {NAME}\n" in source + "\n"]
+    """Return the package's modules that a file imports and must not; the package itself has the public names."""
+    names = [name for name in imports(ast.parse(source), module, is_package) if name.split(".")[0] == NAME]
+    return [name for name in names if layer(name) > layer(module) and (module, name) not in LAZY]
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -160,9 +146,6 @@ def assert_none(found: Callable[[str, str, bool], object], allowed: tuple[str, .
 
 def test_files_keep_to_the_import_direction():
     assert_none(wrong_directions)
-    assert_none(
-        lambda source, module, is_package: layer(module) < 3 and takes_names_from_the_face(source, module, is_package)
-    )
 
 
 def test_only_compat_names_private_torch_symbols():
@@ -218,9 +201,9 @@ BREAKS = [
     (wrong_directions, f"from .. import {FACE}", INSIDE),
     (wrong_directions, f"def f():\n    from torch_remat.{FACE} import x", INSIDE),
     (wrong_directions, "from .dispatch import region", f"{NAME}.errors"),
-    (takes_names_from_the_face, "from torch_remat import checkpoint", INSIDE),
-    (takes_names_from_the_face, "from .. import checkpoint", INSIDE),
-    (takes_names_from_the_face, "import torch_remat", INSIDE),
+    (wrong_directions, "from torch_remat import checkpoint", INSIDE),
+    (wrong_directions, "from .. import checkpoint", INSIDE),
+    (wrong_directions, "import torch_remat", INSIDE),
     (private_names, "import torch\ntorch._C._x()", INSIDE),
     (private_names, "from torch.utils._python_dispatch import TorchDispatchMode", INSIDE),
     (private_names, "import torch.utils.checkpoint as c\nc._Handle", INSIDE),
@@ -230,7 +213,7 @@ BREAKS = [
 ]
 KEEPS = [
     (wrong_directions, "from ..errors import RematError", INSIDE),
-    (takes_names_from_the_face, "from .. import _compat, errors", INSIDE),
+    (wrong_directions, "from .. import _compat, errors", INSIDE),
     (private_names, "import torch\ntorch.__version__\ntorch.nn.Module", INSIDE),
     (foreign_modules, "import matplotlib", f"{NAME}.reports.pictures"),
 ]
