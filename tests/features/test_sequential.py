@@ -41,15 +41,12 @@ def test_each_function_runs_as_often_as_under_torch(count, segments):
     assert (2 in ours) == (segments > 1)
 
 
-def test_options_reach_every_region():
+def test_options_reach_every_region_and_wrong_ones_are_errors():
     layers = [lambda x: x.sin().exp(), lambda x: (x.double() if remat.is_recomputing() else x).cos().exp(), torch.sin]
     y = remat.checkpoint_sequential(layers, 3, leaf(3), region_name="layers", early_stop=False)
     with pytest.raises(remat.MismatchError) as caught:
         y.sum().backward()
     assert "layers" in caught.value.region
-
-
-def test_wrong_options_and_numbers_of_segments_are_errors():
     with pytest.raises(TypeError, match="use_reentrant"):
         remat.checkpoint_sequential([chain, chain], 2, leaf(3), use_reentrant=False)
     for segments in (0, -1, 5):
