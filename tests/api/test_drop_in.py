@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
+from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, train_step
 from torch_remat.errors import MismatchError, PolicyError, UsageError
 
 aten = torch.ops.aten
@@ -43,15 +43,6 @@ def block():
 
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
-
-def train_step(run, block, **kwargs):
-    torch.manual_seed(1)
-    block.zero_grad(set_to_none=True)
-    x = X.clone().requires_grad_()
-    y = run(block, x, **kwargs)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *parameter_gradients(block)]
 
 
 def kept(run, *args, **kwargs):
@@ -82,13 +73,13 @@ SCALE = {"scale": torch.tensor(2.0, requires_grad=True)}  # torch's reentrant ch
 @pytest.mark.parametrize("kwargs", [{}, SCALE], ids=["no keywords", "keywords"])
 @pytest.mark.parametrize("given", [{}, {"use_reentrant": False}], ids=str)
 def test_gradients_are_those_of_torch(block, given, kwargs):
-    expected = train_step(torch_checkpoint, block, use_reentrant=False, **kwargs)
-    assert_same(expected, train_step(remat.drop_in(), block, **given, **kwargs))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False, **kwargs)
+    assert_same(expected, train_step(block, X, remat.drop_in(), **given, **kwargs))
 
 
 def test_use_reentrant_is_handed_on_to_torch(block):
-    expected = train_step(torch_checkpoint, block, use_reentrant=True)
-    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=True))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=True)
+    assert_same(expected, train_step(block, X, remat.drop_in(), use_reentrant=True))
     with no_other_regions():
         x = X.clone().requires_grad_()
         y = remat.drop_in(preserve_rng_state=False)(block, x, use_reentrant=True)
@@ -129,8 +120,8 @@ def test_without_a_function_it_is_a_decorator_of_methods(options):
             return self.run(x, debug=torch.tensor(2.0))  # as an option is named, which it is not here
 
     block = Decorated()
-    expected = train_step(lambda block, x: block.mlp(x) * 2, block)
-    assert_same(expected, train_step(Decorated.__call__, block))
+    expected = train_step(block, X, lambda block, x: block.mlp(x) * 2)
+    assert_same(expected, train_step(block, X))
     assert kept(block, X) == ["args[0]", "kwargs['debug']"]
     assert products_in_replay(block, X) == 2
     assert (Decorated.run.__name__, Decorated.run.__doc__) == ("run", "Run it.")
@@ -160,7 +151,7 @@ PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_con
 @pytest.mark.parametrize("respects", [None, True, False])
 def test_what_is_kept_passes_the_hooks_around_unless_that_is_refused(block, respects, keeps, hooks_around):
     """Torch's own takes the option from 2.14 on; here it may be passed with any torch."""
-    expected = train_step(torch_checkpoint, block, use_reentrant=False)
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
     run = remat.drop_in(policy=PRODUCTS if keeps == "policy" else None)
     options = {"respect_saved_tensors_hooks": respects, **(PRODUCTS_KEPT if keeps == "contexts" else {})}
     with Doubling() if hooks_around else contextlib.nullcontext() as hooks:
@@ -169,16 +160,16 @@ def test_what_is_kept_passes_the_hooks_around_unless_that_is_refused(block, resp
                 with pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
                     call(X)
             return
-        assert_same(expected, train_step(run, block, **options))
+        assert_same(expected, train_step(block, X, run, **options))
     if hooks_around:
         assert ((4, 16) in hooks.packed) == (keeps != "nothing"), hooks.packed
 
 
 def test_hooks_of_regions_around_are_no_hooks_of_users(block):
     inner = remat.drop_in()(respect_saved_tensors_hooks=False, **PRODUCTS_KEPT)(block)
-    expected = train_step(torch_checkpoint, block, use_reentrant=False)
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
     for outer in (remat.drop_in(), functools.partial(torch_checkpoint, use_reentrant=False)):
-        assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
+        assert_same(expected, train_step(block, X, lambda block, x, outer=outer: outer(inner, x)))
 
 
 def policy_function(ctx, op, *args, **kwargs):
@@ -210,8 +201,8 @@ CONTEXTS = {
 @pytest.mark.parametrize("case", CONTEXTS)
 def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
     context_fn, names = CONTEXTS[case]
-    expected = train_step(torch_checkpoint, block, use_reentrant=False)
-    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=False, context_fn=context_fn))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
+    assert_same(expected, train_step(block, X, remat.drop_in(), use_reentrant=False, context_fn=context_fn))
     assert kept(remat.drop_in(), block, X, context_fn=context_fn) == names
     assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
 
@@ -323,7 +314,7 @@ def test_compiled_it_is_one_graph(block, policy, more):
     run = functools.partial(remat.drop_in(policy=policy), use_reentrant=False, training=False, **more)
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda block, x: run(block, x), backend=backend, fullgraph=True)
-    assert_same(train_step(run, block), train_step(compiled, block))
+    assert_same(train_step(block, X, run), train_step(block, X, compiled))
     targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum("checkpoint" in target for target in targets) == 1
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
-from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
+from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, train_step
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.errors import PolicyError, UsageError
 
@@ -42,14 +42,6 @@ def model():
 INPUT = torch.linspace(-1, 1, 64).reshape(2, 4, 8)
 
 
-def train_step(model):
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = model(INPUT).square().mean()
-    loss.backward()
-    return [loss.detach(), *parameter_gradients(model)]
-
-
 def names_of_regions(model):
     with no_other_regions():
         return [region.name for region in remat.memory_report(model(INPUT)).regions]
@@ -61,11 +53,11 @@ def snapshot(model):
 
 
 def test_gradients_are_those_of_the_plain_model_and_regions_keep_their_inputs_only(model):
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     for options in ({}, {"policy": remat.policies.save_matmuls}, {"keep_last": 1}):
         with remat.checkpoint_modules(model, "layers.*", **options):
             for _ in range(2):
-                assert_same(expected, train_step(model))
+                assert_same(expected, train_step(model, INPUT))
     remat.checkpoint_modules(model, "layers.*")
     with no_other_regions():
         report = remat.memory_report(model.eval()(INPUT))
@@ -130,10 +122,10 @@ def test_hooks_of_the_module_run_once_and_those_of_its_children_again(model):
     layer.register_forward_hook(lambda module, args, output: calls.append("after layer"))
     layer.register_full_backward_hook(lambda module, into, out: calls.append("backward of layer"))
     layer[1].register_forward_hook(lambda module, args, output: calls.append("child"))
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     calls.clear()
     remat.checkpoint_modules(model, "layers.*", early_stop=False)
-    assert_same(expected, train_step(model))
+    assert_same(expected, train_step(model, INPUT))
     assert calls == ["before layer", "child", "after layer", "child", "backward of layer"]
 
 
@@ -154,14 +146,14 @@ OPS = {torch.ops.aten.addmm.default: OFFLOAD, torch.ops.aten.gelu: remat.Checkpo
 )
 def test_copies_have_regions_of_their_own(copied, policy):
     model = Model()
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     handle = remat.checkpoint_modules(model, "layers.*", keep_last=1, policy=policy)
     with collector_off(), remat.offload_to(Counting()):
         duplicate = copied(model)
         handle.remove()
         del model, handle
         assert names_of_regions(duplicate) == ["layers.0", "layers.1"]
-        assert_same(expected, train_step(duplicate))
+        assert_same(expected, train_step(duplicate, INPUT))
         assert (remat.memory_report(duplicate(INPUT)).offloaded_bytes > 0) == isinstance(policy, dict)
         assert names_of_regions(copy.deepcopy(duplicate)) == ["layers.0", "layers.1"]
         layer = copy.deepcopy(duplicate.layers[1])
@@ -204,12 +196,12 @@ def test_a_forward_that_was_set_before_or_later_runs_and_stays(model):
         return own(layer, x)
 
     layer.forward = forward
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     calls.clear()
     handle = remat.checkpoint_modules(model, "layers.[01]", early_stop=False)
     outer = functools.update_wrapper(functools.partial(lambda inner, x: inner(x), later.forward), later.forward)
     later.forward = outer
-    assert_same(expected, train_step(model))
+    assert_same(expected, train_step(model, INPUT))
     assert calls == [False, True]
     assert names_of_regions(model) == ["layers.0", "layers.1"]
     handle.remove()
@@ -323,7 +315,7 @@ def test_a_module_that_takes_no_attribute_leaves_the_others_as_they_were(model):
 def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
     torch._dynamo.reset()
     model.eval()
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     backend = CompileCounterWithBackend("eager")
     compiled = model
     if how == "regions of the compiled":
@@ -338,7 +330,7 @@ def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
             compiled = torch.compile(model, backend=backend, fullgraph=True)
         else:
             model.compile(backend=backend, fullgraph=True)
-    assert_same(expected, train_step(compiled))
+    assert_same(expected, train_step(compiled, INPUT))
     assert backend.frame_count == 1
     checkpoints = ["checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum(checkpoints) == (1 if "layer" in how else 3)

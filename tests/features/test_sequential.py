@@ -8,25 +8,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential as torch_sequential
 
 import torch_remat as remat
-from tests.helpers import Calls, Mlp, assert_same, chain, leaf, parameter_gradients
-
-
-def train(run, layers):
-    torch.manual_seed(5)
-    x = leaf(2, 4)
-    y = run(layers, x)
-    y.square().sum().backward()
-    results = [y.detach(), x.grad, *parameter_gradients(layers)]
-    layers.zero_grad()
-    return results
+from tests.helpers import Calls, Mlp, assert_same, chain, leaf, train_step
 
 
 @pytest.mark.parametrize("segments", [1, 3, 7])
 def test_gradients_are_equal_for_any_number_of_segments(segments):
-    layers = nn.Sequential(*(Mlp(4) for _ in range(7)))
-    expected = train(lambda layers, x: layers(x), layers)
+    layers, x = nn.Sequential(*(Mlp(4) for _ in range(7))), leaf(2, 4)
+    expected = train_step(layers, x)
     for given in (layers, list(layers)):
-        assert_same(expected, train(lambda _, x, given=given: remat.checkpoint_sequential(given, segments, x), layers))
+        run = lambda _, x, given=given: remat.checkpoint_sequential(given, segments, x)  # noqa: E731
+        assert_same(expected, train_step(layers, x, run))
 
 
 @pytest.mark.parametrize(("count", "segments"), [(1, 1), (4, 2), (5, 2), (7, 3), (8, 8)])
