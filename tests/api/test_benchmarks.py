@@ -15,7 +15,6 @@ from benchmarks import compare, contenders, gpu, gpu_parts, page, results
 from benchmarks.__main__ import GROUPS
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.bars import BARS
-from benchmarks.budgets import beside_first, interpolated
 from benchmarks.contenders import NONE, OURS, OURS_FUNCTION, OURS_POLICY, TORCH
 from benchmarks.measure import GradientMismatchError, check_gradients
 from benchmarks.results import PEAK, RETAINED, TIME
@@ -63,17 +62,6 @@ def test_contender_that_computes_something_else_is_found():
     assert check_gradients(simple(same=torch.sin)) == {}
     with pytest.raises(GradientMismatchError, match="other has another gradient of x"):
         check_gradients(simple(other=lambda x: x.sin().detach() + x - x.detach()))
-
-
-def test_extra_time_is_compared_with_the_first_n_blocks_at_the_same_bytes():
-    kept = {"none": 100, "first 1": 60, "first 2": 40, "torch": 0, "budget": 50}
-    extra = {"none": 0.0, "first 1": 0.3, "first 2": 0.1, "torch": 0.4, "budget": 0.1}
-    curve = sorted(((kept[name], extra[name]) for name in kept if name != "budget"), reverse=True)
-    assert interpolated(curve, 120) == 0.0
-    assert interpolated(curve, 80) == pytest.approx(0.1)
-    assert interpolated(curve, 50) == pytest.approx(0.2)  # the mean of two points that noise has exchanged
-    assert interpolated(curve, -1) == pytest.approx(0.4)
-    assert beside_first(kept, extra) == {"budget": pytest.approx(0.5)}
 
 
 def test_other_checkout_takes_part_with_its_own_code(other_checkout):

@@ -152,24 +152,6 @@ def test_only_compat_names_private_torch_symbols():
     assert_none(private_names, allowed=("_compat.py",))
 
 
-def test_other_files_use_all_that_compat_offers():
-    body = ast.parse((PACKAGE / "_compat.py").read_text(encoding="utf-8")).body
-    offered = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    for node in body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            offered |= {target.id for target in targets if isinstance(target, ast.Name)}
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
-    used = {
-        alias.name
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == f"{NAME}._compat"
-        for alias in node.names
-    }
-    assert {name for name in offered if not name.startswith("_")} <= used
-
-
 def test_files_import_nothing_but_their_packages_and_the_standard_library():
     assert_none(foreign_modules)
 
