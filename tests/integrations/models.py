@@ -6,8 +6,7 @@ that belongs to the build of torch: another one is an error on import, also when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +26,6 @@ _SOUND = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "nu
 _SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0}
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _HIDDEN = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-_SQUARE = {**_SIZES, **_HIDDEN, "image_size": 8, "patch_size": 4}
 
 
 def _tokens(length: int = 6) -> Tensor:
@@ -69,7 +67,6 @@ class Family(NamedTuple):
         sizes: Arguments of its configuration.
         inputs: Makes its input.
         layers: A pattern for each of its stacks of layers.
-        options: Arguments of the model besides the configuration.
         own: Whether it has gradient checkpointing of its own, which runs these layers.
         module: The module of `pytorchcv.models` that has it; None for a model of `transformers`.
     """
@@ -77,7 +74,6 @@ class Family(NamedTuple):
     sizes: dict[str, Any]
     inputs: Callable[[], dict[str, Any]]
     layers: tuple[str, ...] = ("layers.*",)
-    options: Mapping[str, Any] = MappingProxyType({})
     own: bool = True
     module: str | None = None
 
@@ -124,7 +120,6 @@ _STATES = {
     ),
 }
 _VISION = {
-    "ViT": Family(_SQUARE, _image, options={"add_pooling_layer": False}),
     "Swin": Family(
         {
             **_HIDDEN,
@@ -162,11 +157,6 @@ _VISION = {
 }
 _SPEECH = {
     "Wav2Vec2Conformer": Family({**_SOUND, "conv_depthwise_kernel_size": 3}, _sound, ("encoder.layers.*",)),
-    "Whisper": Family(
-        {**_TWO_STACKS, **_SPECIAL, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-        lambda: {"input_features": torch.randn(2, 8, 16), "decoder_input_ids": _tokens(5), "use_cache": False},
-        _STACKS,
-    ),
 }
 _UNITS = ("features.stage?.*",)  # residual units, and the transitions between dense blocks
 _THREE_STAGES = {"channels": [[8, 8], [16], [16]], "init_block_channels": 8}
@@ -201,7 +191,7 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
         library = pytest.importorskip("transformers")
         torch.manual_seed(0)
         config = getattr(library, f"{name}Config")(**family.sizes)
-        return getattr(library, f"{name}Model")(config, **family.options).train(), family.inputs()
+        return getattr(library, f"{name}Model")(config).train(), family.inputs()
     library = pytest.importorskip(f"pytorchcv.models.{family.module}")
     torch.manual_seed(0)
     model: nn.Module = getattr(library, name)(**family.sizes, num_classes=4)
