@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import torch_remat as remat
 from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, train_step
 from tests.offloaders import OFFLOAD, Counting
-from torch_remat.errors import PolicyError, UsageError
+from torch_remat.errors import UsageError
 
 
 class Model(nn.Module):
@@ -265,23 +265,6 @@ def test_errors_leave_the_model_as_it_was(model, case):
         remat.checkpoint_modules(model, patterns)
     assert text in str(caught.value)
     assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("maker", [remat.save_names, remat.save_modules, remat.policies.memory_budget])
-def test_a_maker_of_policies_that_nobody_called_is_an_error_at_once(maker):
-    with pytest.raises(PolicyError, match=f"{maker.__name__} makes policies") as caught:
-        remat.checkpoint(policy=maker)
-    assert "Call it" in str(caught.value)
-
-
-def test_wrong_calls_are_errors(model):
-    with pytest.raises(PolicyError, match="is not a policy"):
-        remat.checkpoint_modules(model, "layers.*", policy=3)
-    with pytest.raises(UsageError, match="takes no dict"):
-        remat.checkpoint_modules({}, "*")
-    form = r"missing a required argument: 'patterns'\.\nThe form is checkpoint_modules\("
-    with pytest.raises(UsageError, match=form):
-        remat.checkpoint_modules(model, keep_last=1)
 
 
 def test_regions_of_an_earlier_call_are_an_error(model):

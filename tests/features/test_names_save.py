@@ -201,15 +201,6 @@ def test_pattern_that_matches_nothing_is_an_error_with_near_matches(function, pa
     assert ran == [1], "it comes at the end of forward"
 
 
-def test_names_and_patterns_that_are_none_are_an_error():
-    for patterns in ((), ("",), (3,), (["mm_*"],)):
-        with pytest.raises(remat.PolicyError):
-            remat.save_names(*patterns)
-    for name in ("", None, 3):
-        with pytest.raises(remat.UsageError):
-            region()(lambda x, name=name: remat.checkpoint_name(x * 2, name))(leaf(3))
-
-
 # Policy functions that read names
 
 

@@ -248,27 +248,6 @@ def test_patterns_of_combinations_that_match_nothing_are_errors():
             region(policy)(Experts())(leaf(3, 4))
 
 
-def test_other_forms_are_errors_and_ours_show_the_right_one():
-    for make in (
-        lambda: remat.checkpoint(policy=~remat.save_names("a")),
-        lambda: policies.save_matmuls | ~remat.save_names("a"),
-        lambda: ~remat.save_names("a") | policies.save_matmuls,
-        lambda: remat.save_names("b") & ~remat.offload_names("a"),
-        lambda: 3 & ~remat.save_names("a"),
-    ):
-        with pytest.raises(remat.PolicyError, match=r"policy & ~remat.save_names"):
-            make()
-    for make in (
-        lambda: policies.save_matmuls & remat.save_names("a"),
-        lambda: ~policies.save_matmuls,
-        lambda: ~~remat.save_names("a"),
-        lambda: policies.save_matmuls | 3,
-        lambda: "mm" | policies.save_matmuls,
-    ):
-        with pytest.raises(TypeError):
-            make()
-
-
 class TestOfPoliciesThatSelectNothing:
     """Each is told once, with what it may have been meant to select."""
 
