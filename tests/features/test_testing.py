@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 
 import pytest
@@ -67,13 +68,14 @@ class LocksLate(Base):
 
 
 class CountsWithoutLock(Base):
-    """Two threads may get one number."""
+    """Two threads get one number."""
 
     count = 0
 
     def offload(self, tensor, info):
         number = self.count
         content = tensor.clone()
+        time.sleep(0.001)  # in which another thread gets the same one
         self.count = number + 1
         setattr(self, f"content_{number}", content)
         return number
