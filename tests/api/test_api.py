@@ -1,4 +1,4 @@
-"""The form of `checkpoint`: three calls, names kept, misuse that shows the right form."""
+"""What `checkpoint` returns and what its errors are: names kept, methods, copies, contexts, one tree of errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import assert_same, chain, checkpointed, leaf
+from tests.helpers import assert_same, chain, checkpointed, leaf, no_other_regions
 
 
 def test_offloaders_show_what_they_were_made_with(tmp_path):
@@ -72,22 +72,34 @@ def test_checkpointed_function_is_pickled_and_copied_with_what_it_runs(again, op
     assert model.layer.weight.grad is None
 
 
-def test_decorated_method_gets_its_object():
+DECORATORS = {
+    "checkpoint": remat.checkpoint(region_name="method"),
+    "drop_in": remat.drop_in()(),
+    "drop_in with options": remat.drop_in()(use_reentrant=False, debug=True),
+    "op": remat.op(name="method"),
+}
+
+
+@pytest.mark.parametrize("how", DECORATORS)
+def test_decorated_method_gets_its_object_and_its_arguments(how):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(3))
 
-        @remat.checkpoint(region_name="method")
-        def forward(self, x, *, scale=1.0):
+        @DECORATORS[how]
+        def run(self, x, *, debug):  # as an option of torch's checkpoint is named
             """Scale, then bend."""
-            return (x * self.w * scale).sin().exp()
+            return (x * self.w * debug).sin().exp()
 
-    model, x = Model(), leaf(3)
-    model(x, scale=2.0).sum().backward()
+    model, x, scale = Model(), leaf(3), torch.tensor(2.0)
     expected = torch.autograd.grad((x * model.w * 2.0).sin().exp().sum(), [x, model.w])
-    assert_same(expected, [x.grad, model.w.grad])
-    assert Model.forward.__name__ == "forward"
+    y = model.run(x, debug=scale)
+    with no_other_regions():
+        regions = remat.memory_report(model.run(x, debug=scale)).regions
+    assert_same(expected, torch.autograd.grad(y.sum(), [x, model.w]))
+    assert [len(region.tensors) for region in regions] == ([] if how == "op" else [2])
+    assert (Model.run.__name__, Model.run.__doc__) == ("run", "Scale, then bend.")
 
 
 class Empty(nn.ModuleList):

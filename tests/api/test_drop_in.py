@@ -108,25 +108,6 @@ def test_partial_of_the_call_of_a_module_is_named_from_the_module_and_has_inputs
     assert remat.memory_report(block(X, scale)).regions[0].name == "CallingItself"
 
 
-@pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}], ids=str)
-def test_without_a_function_it_is_a_decorator_of_methods(options):
-    class Decorated(Block):
-        @remat.drop_in()(**options)
-        def run(self, x, debug):
-            """Run it."""
-            return self.mlp(x) * debug
-
-        def forward(self, x):
-            return self.run(x, debug=torch.tensor(2.0))  # as an option is named, which it is not here
-
-    block = Decorated()
-    expected = train_step(block, X, lambda block, x: block.mlp(x) * 2)
-    assert_same(expected, train_step(block, X))
-    assert kept(block, X) == ["args[0]", "kwargs['debug']"]
-    assert products_in_replay(block, X) == 2
-    assert (Decorated.run.__name__, Decorated.run.__doc__) == ("run", "Run it.")
-
-
 class Doubling(torch.autograd.graph.saved_tensors_hooks):
     """Hooks that note the shapes of what they pack."""
 
