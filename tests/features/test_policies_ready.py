@@ -98,6 +98,14 @@ def test_save_every_other_matmul_alternates_over_the_whole_region(module):
     assert len(kept) >= 4
 
 
+def test_policy_function_may_ask_a_ready_policy():
+    def policy(ctx, op, *args, **kwargs):
+        asked = policies.save_every_other_matmul(ctx, op, *args, **kwargs), policies.save_matmuls(ctx, op)
+        return asked[0] or (op is aten.sin.default and not asked[1])
+
+    assert replayed_ops(sine_chain, region(policy), (leaf(4, 4), leaf(4, 4))) == {"mm": 3}
+
+
 CHOICES = {
     "topk": lambda h, flat: h.topk(2)[0],
     "sort": lambda h, flat: h.sort(-1)[0],

@@ -72,14 +72,14 @@ def by_pattern(model, name, options):
 WAYS = (by_drop_in, by_model, by_pattern)
 POLICIES = {name: getattr(remat.policies, name) for name in remat.policies.__all__ if name != "memory_budget"}
 POLICIES["memory_budget"] = remat.policies.memory_budget(0.5)
-SAMPLES = [(False, None), (True, "save_matmuls")]  # every second family has the first by default
+SAMPLES = [(False, None), (True, "save_matmuls"), (False, "never_replay_effects")]  # by default, one a family
 CASES = [
     pytest.param(
         name,
         autocast,
         policy,
         id=f"{name}-{'bf16' if autocast else 'fp32'}-{policy or 'plain'}",
-        marks=() if (autocast, policy) == SAMPLES[index % 2] else pytest.mark.slow,
+        marks=() if (autocast, policy) == SAMPLES[index % 3] else pytest.mark.slow,
     )
     for index, name in enumerate(FAMILIES)
     for autocast in (False, True)
