@@ -16,6 +16,7 @@ from tests.offloaders import Counting
 
 SAVE, OFFLOAD, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD, remat.CheckpointPolicy.RECOMPUTE
 MM, GELU = torch.ops.aten.mm.default, torch.ops.aten.gelu
+MUST_RECOMPUTE, PREFER_SAVE = TorchPolicy.MUST_RECOMPUTE, TorchPolicy.PREFER_SAVE
 KIB = 1024
 WEIGHTS = [leaf(16, 16) for _ in range(2)]
 
@@ -63,22 +64,18 @@ POLICIES = {
     "with a list": ({torch.matmul: OFFLOAD} | remat.save_names("gelu*"), 2, 2, []),
     "the stronger of two": ({torch.matmul: OFFLOAD} | remat.policies.save_matmuls, 2, 0, ["gelu"]),
     "excluded by name": ({torch.matmul: OFFLOAD} & ~remat.save_names("matmul_1"), 0, 1, ["gelu", "mm"]),
+    "must before prefer": ({torch.matmul: MUST_RECOMPUTE, torch.Tensor.matmul: PREFER_SAVE}, 0, 0, ["gelu", "mm"]),
 }  # fmt: skip
+if hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"):  # not in torch 2.10
+    PREFERRED = {torch.matmul: TorchPolicy.PREFER_CPU_OFFLOAD} | remat.policies.save_discrete
+    POLICIES["of torch, offloaded"] = {torch.matmul: TorchPolicy.MUST_CPU_OFFLOAD}, 0, 2, ["gelu"]
+    POLICIES["of torch, rather offloaded"] = PREFERRED, 0, 2, ["gelu"]
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 def test_each_has_its_own_decision(kind):
     policy, *expected = POLICIES[kind]
     assert list(run(policy)) == expected
-
-
-@pytest.mark.skipif(not hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"), reason="torch 2.10 has no such policy")
-def test_policies_of_torch_that_offload():
-    assert run({torch.matmul: TorchPolicy.MUST_CPU_OFFLOAD})[:2] == (0, 2)
-    preferred = {torch.matmul: TorchPolicy.PREFER_CPU_OFFLOAD}
-    assert run(preferred | remat.policies.save_discrete)[:2] == (0, 2)
-    # Must is stronger than prefer.
-    assert run({torch.matmul: TorchPolicy.MUST_RECOMPUTE, torch.Tensor.matmul: TorchPolicy.PREFER_SAVE})[:2] == (0, 0)
 
 
 @pytest.mark.parametrize("policy", [{F.gelu: RECOMPUTE}, {MM: False, F.gelu: None}])
