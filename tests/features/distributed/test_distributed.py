@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.features.distributed.engines_table import run_cells
+from tests.features.distributed.cells import run_cells
 from tests.helpers import OLDEST
 from torch_remat import _compat
 

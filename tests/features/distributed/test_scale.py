@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.features.distributed.engines_table import run_cells
+from tests.features.distributed.cells import run_cells
 from tests.helpers import OLDEST, no_other_regions
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "examples"))
