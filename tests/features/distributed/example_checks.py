@@ -22,19 +22,21 @@ from tests.integrations.models import FAMILIES, VOCABULARY
 EXAMPLES = str(Path(__file__).parents[3] / "docs" / "examples")
 
 
-def _scale(tensor: int) -> str:
-    """Measure the peak of each rank in pipelines whose stages are split over ``tensor`` ranks each."""
+@check
+def scale() -> str:
+    """Measure the peak of each rank in pipelines of two stages, which four ranks split in two each."""
     sys.path.insert(0, EXAMPLES)
-    import scale
+    import scale as example
     import schedules
 
     warnings.filterwarnings("ignore")
     world = dist.get_world_size()
-    layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
+    tensor = world // 2
+    layout = example.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
     mesh = init_device_mesh("cpu", (layout.pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
     found = {
-        schedule: schedules.measure(schedule, scale.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
-        for schedule in scale.SCHEDULES
+        schedule: schedules.measure(schedule, example.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
+        for schedule in example.SCHEDULES
     }
     every: list[Any] = [None] * world
     dist.all_gather_object(every, found)
@@ -92,15 +94,3 @@ def accelerate() -> None:
             losses, names = _losses(version, enable)
             assert losses == expected, (version, losses, expected)
             assert names == [f"model.layers.{index}" for index in range(layers)], names
-
-
-@check
-def scale() -> str:
-    """Whole stages."""
-    return _scale(1)
-
-
-@check
-def scale_split() -> str:
-    """Stages split in two."""
-    return _scale(2)
