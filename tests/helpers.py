@@ -317,6 +317,23 @@ def parameter_gradients(module: nn.Module) -> list[Tensor]:
     return gradients
 
 
+def train_step(module: nn.Module, x: Tensor, run: Callable | None = None, **kwargs: Any) -> list[Tensor]:
+    """Return the output and the gradients of input and parameters of a step from a fixed seed.
+
+    Args:
+        module: The module.
+        x: The input, which is copied.
+        run: Takes the module and its arguments, and runs it.
+        **kwargs: More arguments of the module.
+    """
+    torch.manual_seed(1)
+    module.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    y = module(x, **kwargs) if run is None else run(module, x, **kwargs)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *parameter_gradients(module)]
+
+
 @contextlib.contextmanager
 def refused_if(may_refuse):
     """Allow that forward refuses a gradient that is taken inside of it, where it passes through what is saved."""

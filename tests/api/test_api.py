@@ -1,4 +1,4 @@
-"""The form of `checkpoint`: three calls, names kept, misuse that shows the right form."""
+"""What `checkpoint` returns and what its errors are: names kept, methods, copies, contexts, one tree of errors."""
 
 from __future__ import annotations
 
@@ -6,74 +6,13 @@ import contextlib
 import copy
 import inspect
 import pickle
-import re
 
 import pytest
 import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import assert_same, chain, checkpointed, leaf
-
-FORM = r"checkpoint\([^)]*\)\([a-z]+\)\("
-
-
-def test_wrong_first_call_is_a_type_error_that_shows_the_right_form():
-    for argument in (chain, nn.Linear(2, 2), 3, None):
-        with pytest.raises(remat.UsageError, match=FORM):
-            remat.checkpoint(argument)
-    for option in ("use_reentrant", "fn", "early_stopp"):
-        with pytest.raises(TypeError, match=option) as caught:
-            remat.checkpoint(**{option: False})
-        assert isinstance(caught.value, remat.UsageError)
-        assert re.search(FORM, str(caught.value))
-    for wrong in (lambda: remat.checkpoint(chain, leaf(3)), lambda: remat.checkpoint(use_reentrant=False)):
-        with pytest.raises(remat.UsageError, match=r"remat\.drop_in\(\*\*options\) returns"):
-            wrong()
-    with pytest.raises(remat.UsageError, match="Leave it out"):
-        remat.checkpoint(use_reentrant=False)
-    with pytest.raises(TypeError):
-        remat.checkpoint()(leaf(3))(leaf(3))
-
-
-TAKES_OPTIONS = {
-    "checkpoint": remat.checkpoint,
-    "checkpoint_sequential": lambda **options: remat.checkpoint_sequential([chain], 1, leaf(3), **options),
-    "checkpoint_modules": lambda **options: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), "0", **options),
-    "drop_in": remat.drop_in,
-    "enable_gradient_checkpointing": lambda **options: remat.enable_gradient_checkpointing(nn.Tanh(), **options),
-}
-
-
-@pytest.mark.parametrize("name", TAKES_OPTIONS)
-def test_misspelt_option_is_an_error_that_names_the_function_the_near_one_and_all(name):
-    with pytest.raises(remat.UsageError) as caught:
-        TAKES_OPTIONS[name](polcy=[])
-    text = str(caught.value)
-    assert text.startswith(f"{name}() has no option 'polcy'.\nDid you mean 'policy'? The options are ")
-    assert "determinism_check, early_stop, debug" in text
-    assert f"The form is {name}(" in text
-
-
-@pytest.mark.parametrize("name", TAKES_OPTIONS)
-def test_wrong_value_is_an_error_in_the_form_of_the_function_that_was_called(name):
-    with pytest.raises(remat.UsageError) as caught:
-        TAKES_OPTIONS[name](offloader="/path")
-    text = str(caught.value)
-    assert text.startswith(f"{name}(offloader='/path') is not possible.\noffloader is an object with")
-    assert f"The form is {name}(" in text
-
-
-def test_op_without_a_name_is_an_error_that_gives_one():
-    with pytest.raises(remat.UsageError, match=r"remat\.op\(\) got no name\.\nremat\.op\(function, 'attention'\)"):
-        remat.op(torch.sin)
-
-
-def test_name_of_a_policy_is_found_where_it_is():
-    with pytest.raises(AttributeError, match=r"'save_attention'; it is torch_remat\.policies\.save_attention"):
-        remat.save_attention  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no attribute 'chekpoint'$"):
-        remat.chekpoint  # noqa: B018
+from tests.helpers import assert_same, chain, checkpointed, leaf, no_other_regions
 
 
 def test_offloaders_show_what_they_were_made_with(tmp_path):
@@ -87,29 +26,6 @@ def test_type_error_of_ones_own_stays_what_it_is():
 
     with pytest.raises(TypeError, match=r"^of the user$"):
         remat.checkpoint(context_fn=broken)(chain)(leaf(3))
-
-
-VALUES = {
-    "policy": lambda t: remat.checkpoint(policy=t),
-    "determinism_check": lambda t: remat.checkpoint(determinism_check=t),
-    "policy of a call": lambda t: remat.op(chain, "x", policy=t),
-    "name": lambda t: remat.op(chain, t),
-    "scope": lambda t: remat.name_scope(t).__enter__(),
-    "patterns": lambda t: remat.checkpoint_modules(nn.Sequential(nn.Tanh()), [t]),
-    "names": lambda t: remat.save_names("a", t),
-    "offloader": lambda t: remat.checkpoint(offloader=t),
-    "budget": lambda t: remat.budget(t),
-    "device share": lambda t: remat.budget(device_share=t),
-    "segments": lambda t: remat.checkpoint_sequential([chain], t, leaf(3)),
-}
-
-
-@pytest.mark.parametrize("place", VALUES)
-def test_error_shows_no_values_of_a_tensor(place):
-    for given in (torch.full((3, 2), 7.25), [torch.full((3, 2), 7.25)]):
-        with pytest.raises(remat.UsageError) as caught:
-            VALUES[place](given)
-        assert "7.25" not in str(caught.value), str(caught.value)
 
 
 def test_public_signature_is_the_documented_one():
@@ -156,22 +72,34 @@ def test_checkpointed_function_is_pickled_and_copied_with_what_it_runs(again, op
     assert model.layer.weight.grad is None
 
 
-def test_decorated_method_gets_its_object():
+DECORATORS = {
+    "checkpoint": remat.checkpoint(region_name="method"),
+    "drop_in": remat.drop_in()(),
+    "drop_in with options": remat.drop_in()(use_reentrant=False, debug=True),
+    "op": remat.op(name="method"),
+}
+
+
+@pytest.mark.parametrize("how", DECORATORS)
+def test_decorated_method_gets_its_object_and_its_arguments(how):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(3))
 
-        @remat.checkpoint(region_name="method")
-        def forward(self, x, *, scale=1.0):
+        @DECORATORS[how]
+        def run(self, x, *, debug):  # as an option of torch's checkpoint is named
             """Scale, then bend."""
-            return (x * self.w * scale).sin().exp()
+            return (x * self.w * debug).sin().exp()
 
-    model, x = Model(), leaf(3)
-    model(x, scale=2.0).sum().backward()
+    model, x, scale = Model(), leaf(3), torch.tensor(2.0)
     expected = torch.autograd.grad((x * model.w * 2.0).sin().exp().sum(), [x, model.w])
-    assert_same(expected, [x.grad, model.w.grad])
-    assert Model.forward.__name__ == "forward"
+    y = model.run(x, debug=scale)
+    with no_other_regions():
+        regions = remat.memory_report(model.run(x, debug=scale)).regions
+    assert_same(expected, torch.autograd.grad(y.sum(), [x, model.w]))
+    assert [len(region.tensors) for region in regions] == ([] if how == "op" else [2])
+    assert (Model.run.__name__, Model.run.__doc__) == ("run", "Scale, then bend.")
 
 
 class Empty(nn.ModuleList):

@@ -15,10 +15,6 @@ from benchmarks import compare, contenders, gpu, gpu_parts, page, results
 from benchmarks.__main__ import GROUPS
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.bars import BARS
-from benchmarks.budget_models import Model, plain
-from benchmarks.budget_peaks import highest_rise
-from benchmarks.budget_ways import Way, kept_and_peak_bytes
-from benchmarks.budgets import beside_first, interpolated
 from benchmarks.contenders import NONE, OURS, OURS_FUNCTION, OURS_POLICY, TORCH
 from benchmarks.measure import GradientMismatchError, check_gradients
 from benchmarks.results import PEAK, RETAINED, TIME
@@ -66,31 +62,6 @@ def test_contender_that_computes_something_else_is_found():
     assert check_gradients(simple(same=torch.sin)) == {}
     with pytest.raises(GradientMismatchError, match="other has another gradient of x"):
         check_gradients(simple(other=lambda x: x.sin().detach() + x - x.detach()))
-
-
-def test_bytes_of_a_step_are_those_after_forward_and_at_its_peak():
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.zeros(1000))
-    model = Model("exp", 1, module, [lambda: module.weight.exp().sum()], [plain])
-    kept, peak = kept_and_peak_bytes(model, Way(plain))
-    assert kept == 4000 + 4
-    assert peak >= kept + 4000
-
-
-def test_extra_time_is_compared_with_the_first_n_blocks_at_the_same_bytes():
-    kept = {"none": 100, "first 1": 60, "first 2": 40, "torch": 0, "budget": 50}
-    extra = {"none": 0.0, "first 1": 0.3, "first 2": 0.1, "torch": 0.4, "budget": 0.1}
-    curve = sorted(((kept[name], extra[name]) for name in kept if name != "budget"), reverse=True)
-    assert interpolated(curve, 120) == 0.0
-    assert interpolated(curve, 80) == pytest.approx(0.1)
-    assert interpolated(curve, 50) == pytest.approx(0.2)  # the mean of two points that noise has exchanged
-    assert interpolated(curve, -1) == pytest.approx(0.4)
-    assert beside_first(kept, extra) == {"budget": pytest.approx(0.5)}
-
-
-def test_rise_of_a_peak_is_that_over_any_larger_budget():
-    assert highest_rise([(1.0, 5, 100), (0.5, 4, 80), (0.2, 3, 88), (0.1, 2, 84)]) == pytest.approx(1.1)
-    assert highest_rise([(1.0, 5, 100), (0.5, 4, 80)]) == 1.0
 
 
 def test_other_checkout_takes_part_with_its_own_code(other_checkout):
@@ -155,6 +126,7 @@ def test_figures_in_the_docs_are_those_of_the_newest_results(document, text):
 
 
 def test_run_for_a_gpu_ends_in_a_page_where_there_is_none_too(tmp_path):
+    assert list(gpu.PARTS) == list(gpu_parts.PARTS)
     chosen = ["llama-1024", "overlap", "reserve"]
     assert gpu.main([str(tmp_path), "--toy", "--parts", *chosen]) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
@@ -186,7 +158,3 @@ def test_part_of_the_run_for_a_gpu_that_fails_or_hangs_does_not_stop_the_others(
     assert "exit code 3" in found["llama-1024"]["state"]
     assert "stopped after" in found["overlap"]["state"]
     assert "exit code 3" in found["reserve"]["state"]
-
-
-def test_parts_for_a_gpu_are_those_that_can_run():
-    assert list(gpu.PARTS) == list(gpu_parts.PARTS)

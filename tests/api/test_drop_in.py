@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, parameter_gradients
-from torch_remat.errors import MismatchError, PolicyError, UsageError
+from tests.helpers import CountOps, Mlp, assert_same, leaf, no_other_regions, train_step
+from torch_remat.errors import MismatchError, UsageError
 
 aten = torch.ops.aten
 PRODUCTS = [aten.addmm.default, aten.mm.default]  # no layer with a bias runs mm
@@ -43,15 +43,6 @@ def block():
 
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
-
-def train_step(run, block, **kwargs):
-    torch.manual_seed(1)
-    block.zero_grad(set_to_none=True)
-    x = X.clone().requires_grad_()
-    y = run(block, x, **kwargs)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *parameter_gradients(block)]
 
 
 def kept(run, *args, **kwargs):
@@ -82,13 +73,13 @@ SCALE = {"scale": torch.tensor(2.0, requires_grad=True)}  # torch's reentrant ch
 @pytest.mark.parametrize("kwargs", [{}, SCALE], ids=["no keywords", "keywords"])
 @pytest.mark.parametrize("given", [{}, {"use_reentrant": False}], ids=str)
 def test_gradients_are_those_of_torch(block, given, kwargs):
-    expected = train_step(torch_checkpoint, block, use_reentrant=False, **kwargs)
-    assert_same(expected, train_step(remat.drop_in(), block, **given, **kwargs))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False, **kwargs)
+    assert_same(expected, train_step(block, X, remat.drop_in(), **given, **kwargs))
 
 
 def test_use_reentrant_is_handed_on_to_torch(block):
-    expected = train_step(torch_checkpoint, block, use_reentrant=True)
-    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=True))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=True)
+    assert_same(expected, train_step(block, X, remat.drop_in(), use_reentrant=True))
     with no_other_regions():
         x = X.clone().requires_grad_()
         y = remat.drop_in(preserve_rng_state=False)(block, x, use_reentrant=True)
@@ -104,46 +95,17 @@ def test_use_reentrant_is_handed_on_to_torch(block):
         remat.drop_in(policy=remat.policies.save_matmuls)(block, X, use_reentrant=True)
 
 
-def decorated_block(checkpoint, **options):
-    """Return a block whose method is a region by a decorator."""
-
-    class Decorated(Block):
-        @checkpoint(**options)
-        def run(self, x, debug):
-            """Run it."""
-            return self.mlp(x) * debug
-
-        def forward(self, x):
-            return self.run(x, debug=torch.tensor(2.0))  # as an option is named, which it is not here
-
-    torch.manual_seed(0)
-    return Decorated()
-
-
 class CallingItself(Block):
     """Checkpoints its own call, as layers of ``transformers`` before 5.24 do."""
 
     def __call__(self, x, scale):
         return remat.drop_in(policy=remat.save_names("mlp.gelu_*"))(functools.partial(super().__call__, scale=scale), x)
 
-    def forward(self, x, scale):
-        return self.mlp(x) * scale
-
 
 def test_partial_of_the_call_of_a_module_is_named_from_the_module_and_has_inputs():
     block, scale = CallingItself(), torch.tensor(2.0)
     assert kept(block, X, scale) == ["args[0]", "kwargs['scale']", "mlp.gelu_0_0"]
     assert remat.memory_report(block(X, scale)).regions[0].name == "CallingItself"
-
-
-@pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}], ids=str)
-def test_without_a_function_it_is_a_decorator_of_methods(options):
-    block = decorated_block(remat.drop_in(), **options)
-    expected = train_step(lambda block, x: block.mlp(x) * 2, block)
-    assert_same(expected, train_step(lambda block, x: block(x), block))
-    assert kept(block, X) == ["args[0]", "kwargs['debug']"]
-    assert products_in_replay(block, X) == 2
-    assert (type(block).run.__name__, type(block).run.__doc__) == ("run", "Run it.")
 
 
 class Doubling(torch.autograd.graph.saved_tensors_hooks):
@@ -157,44 +119,38 @@ class Doubling(torch.autograd.graph.saved_tensors_hooks):
         self.packed.append(tuple(tensor.shape))
         return tensor.clone()
 
+    def __enter__(self):
+        super().__enter__()
+        return self
+
 
 PRODUCTS_KEPT = {"context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS)}
 
 
-@pytest.mark.parametrize("given", ["option", "contexts"])
-def test_a_policy_and_hooks_that_are_not_to_be_respected_are_an_error(block, given):
-    run = remat.drop_in(policy=PRODUCTS) if given == "option" else remat.drop_in()
-    run = run(respect_saved_tensors_hooks=False, **({} if given == "option" else PRODUCTS_KEPT))(block)
-    with Doubling(), pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
-        run(X)
-
-
-def test_hooks_that_are_not_to_be_respected_are_none_where_nothing_is_kept_or_only_regions_are_around(block):
-    run = remat.drop_in()
-    expected = train_step(torch_checkpoint, block, use_reentrant=False)
-    with Doubling():
-        assert_same(expected, train_step(run, block, respect_saved_tensors_hooks=False))
-    inner = run(respect_saved_tensors_hooks=False, **PRODUCTS_KEPT)(block)
-    assert_same(expected, train_step(lambda block, x: inner(x), block))
-    for outer in (run, functools.partial(torch_checkpoint, use_reentrant=False)):
-        assert_same(expected, train_step(lambda block, x, outer=outer: outer(inner, x), block))
-
-
 @pytest.mark.parametrize("hooks_around", [False, True])
-@pytest.mark.parametrize("contexts", [{}, PRODUCTS_KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("keeps", ["nothing", "contexts", "policy"])
 @pytest.mark.parametrize("respects", [None, True, False])
-def test_what_contexts_keep_passes_the_hooks_around_unless_that_is_refused(block, respects, contexts, hooks_around):
+def test_what_is_kept_passes_the_hooks_around_unless_that_is_refused(block, respects, keeps, hooks_around):
     """Torch's own takes the option from 2.14 on; here it may be passed with any torch."""
-    run, expected = remat.drop_in(), train_step(torch_checkpoint, block, use_reentrant=False)
-    hooks = Doubling() if hooks_around else contextlib.nullcontext()
-    if respects is False and contexts and hooks_around:
-        with hooks, pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
-            run(block, X, respect_saved_tensors_hooks=False, **contexts)
-        return
-    with hooks:
-        assert_same(expected, train_step(run, block, respect_saved_tensors_hooks=respects, **contexts))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
+    run = remat.drop_in(policy=PRODUCTS if keeps == "policy" else None)
+    options = {"respect_saved_tensors_hooks": respects, **(PRODUCTS_KEPT if keeps == "contexts" else {})}
+    with Doubling() if hooks_around else contextlib.nullcontext() as hooks:
+        if respects is False and hooks_around and keeps != "nothing":
+            for call in (functools.partial(run, block, **options), run(**options)(block)):
+                with pytest.raises(UsageError, match="respect_saved_tensors_hooks=False"):
+                    call(X)
+            return
+        assert_same(expected, train_step(block, X, run, **options))
     if hooks_around:
-        assert ((4, 16) in hooks.packed) == bool(contexts), hooks.packed
+        assert ((4, 16) in hooks.packed) == (keeps != "nothing"), hooks.packed
+
+
+def test_hooks_of_regions_around_are_no_hooks_of_users(block):
+    inner = remat.drop_in()(respect_saved_tensors_hooks=False, **PRODUCTS_KEPT)(block)
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
+    for outer in (remat.drop_in(), functools.partial(torch_checkpoint, use_reentrant=False)):
+        assert_same(expected, train_step(block, X, lambda block, x, outer=outer: outer(inner, x)))
 
 
 def policy_function(ctx, op, *args, **kwargs):
@@ -216,6 +172,7 @@ FIRST = ["args[0]", "mlp.up.addmm_0_0"]
 BOTH = [*FIRST, "mlp.down.addmm_0_0"]  # the dropout after it runs again, for its mask
 CONTEXTS = {
     "a list": (functools.partial(create_selective_checkpoint_contexts, PRODUCTS), BOTH),
+    "a list of packets": (functools.partial(create_selective_checkpoint_contexts, [aten.addmm]), BOTH),
     "a function": (functools.partial(create_selective_checkpoint_contexts, policy_function), BOTH),
     "in a lambda": (lambda: create_selective_checkpoint_contexts(PRODUCTS), BOTH),
     "in a function with a counter": (counting_contexts, FIRST),
@@ -225,23 +182,17 @@ CONTEXTS = {
 @pytest.mark.parametrize("case", CONTEXTS)
 def test_contexts_of_selective_checkpointing_are_a_policy(block, case):
     context_fn, names = CONTEXTS[case]
-    expected = train_step(torch_checkpoint, block, use_reentrant=False, context_fn=context_fn)
-    assert_same(expected, train_step(remat.drop_in(), block, use_reentrant=False, context_fn=context_fn))
+    expected = train_step(block, X, torch_checkpoint, use_reentrant=False)
+    assert_same(expected, train_step(block, X, remat.drop_in(), use_reentrant=False, context_fn=context_fn))
     assert kept(remat.drop_in(), block, X, context_fn=context_fn) == names
     assert products_in_replay(remat.drop_in(), block, X, context_fn=context_fn) == int("counter" in case)
 
 
-def test_a_list_may_have_packets_and_nothing_but_ops(block):
-    packets = functools.partial(create_selective_checkpoint_contexts, [aten.addmm])
-    assert kept(remat.drop_in(), block, X, context_fn=packets) == kept(remat.drop_in(), block, X, **PRODUCTS_KEPT)
-    with pytest.raises(PolicyError, match="neither an op nor a function"):
-        remat.drop_in()(block, X, context_fn=functools.partial(create_selective_checkpoint_contexts, ["mm"]))
-
-
 def test_contexts_are_combined_with_a_policy_of_ones_own(block):
-    saves_gelu = remat.drop_in(policy=remat.save_names("mlp.gelu_*"))
-    assert kept(saves_gelu, block, X) == ["args[0]", "mlp.gelu_0_0"]
-    assert kept(saves_gelu, block, X, **PRODUCTS_KEPT) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
+    for policy in (remat.save_names("mlp.gelu_*"), {aten.gelu: remat.CheckpointPolicy.SAVE}):
+        saves_gelu = remat.drop_in(policy=policy)
+        assert kept(saves_gelu, block, X) == ["args[0]", "mlp.gelu_0_0"]
+        assert kept(saves_gelu, block, X, **PRODUCTS_KEPT) == [*FIRST, "mlp.gelu_0_0", BOTH[2]]
 
 
 @pytest.mark.parametrize(
@@ -314,18 +265,6 @@ def test_options_of_drop_in_come_before_those_of_a_call():
         run(remat.drop_in(determinism_check="bitwise"), determinism_check="default")
 
 
-def test_wrong_options_are_errors(block):
-    for options in ({"polcy": 1}, {"early_stop": 1}, {"policy": 3}):
-        with pytest.raises(UsageError):
-            remat.drop_in(**options)
-    with pytest.raises(UsageError, match="determinism_check='some'"):
-        remat.drop_in()(block, X, determinism_check="some")
-    with pytest.raises(UsageError, match="scale="):
-        remat.drop_in()(use_reentrant=False, scale=2.0)
-    with pytest.raises(UsageError, match="cannot run a NoneType"):
-        remat.drop_in()(None, X)
-
-
 def test_copies_and_pickles_do_the_same(block):
     run = remat.drop_in(policy=remat.policies.save_matmuls)
     block.run = functools.partial(run, use_reentrant=False)
@@ -337,20 +276,13 @@ def test_copies_and_pickles_do_the_same(block):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("case", ["contexts", "a policy"])
-def test_compiled_it_is_one_graph(block, case):
+@pytest.mark.parametrize(("policy", "more"), [(None, PRODUCTS_KEPT), (PRODUCTS[:1], {})], ids=["contexts", "a policy"])
+def test_compiled_it_is_one_graph(block, policy, more):
     torch._dynamo.reset()
-    block.eval()
-    run = remat.drop_in(policy=PRODUCTS[:1]) if case == "a policy" else remat.drop_in()
-    more = PRODUCTS_KEPT if case == "contexts" else {}
+    run = functools.partial(remat.drop_in(policy=policy), use_reentrant=False, training=False, **more)
     backend = CompileCounterWithBackend("aot_eager")
-
-    def call(block, x):
-        return run(block, x, use_reentrant=False, training=False, **more)
-
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
-    assert_same(train_step(call, block), train_step(compiled, block))
-    assert backend.frame_count == 1
+    compiled = torch.compile(lambda block, x: run(block, x), backend=backend, fullgraph=True)
+    assert_same(train_step(block, X, run), train_step(block, X, compiled))
     targets = [str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum("checkpoint" in target for target in targets) == 1
     torch._dynamo.reset()

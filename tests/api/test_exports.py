@@ -10,8 +10,6 @@ import types
 from importlib import resources
 from pathlib import Path
 
-import pytest
-
 import torch_remat
 
 
@@ -75,11 +73,6 @@ def test_what_loads_later_is_known_to_type_checkers_and_is_what_it_should_be():
         assert told.pop(name) == ("torch_remat" if module == name else f"torch_remat.{module}")
         assert getattr(torch_remat, name).__name__ in (name, f"torch_remat.{name}")
     assert not told
-
-
-def test_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'chekpoint'"):
-        torch_remat.chekpoint  # noqa: B018
 
 
 def test_checkpoint_is_a_function_and_the_package_is_typed():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,68 +11,42 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / ".ci" / "prose.py"
-SHEET = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PROSE = runpy.run_path(str(PROGRAM))
+SHEET = PROSE["split"]((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))[1]
+FENCE, LONG = "`" * 3, "a" * 97
+CODE_IN_A_LIST = f"- b:\n\n  {FENCE}python\n  {LONG[1:]}\n  {LONG}\n  {FENCE}\n"
 
 
-def loaded():
-    """Return the program as a module."""
-    spec = importlib.util.spec_from_file_location("prose", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+RECOMPUTED = ['1: write "recomputed", not "made again"']
+NO_SUCH = ['1: write "is not one, does not exist", not "is none"']
+CASES = {
+    "start of a sentence": ("docs/a.md", "Left out is the block.", ['1: write "skipped, omitted", not "Left out"']),
+    "over lines": ("docs/a.md", "#\n\nIt is made\nagain.", ['3: write "recomputed", not "made again"']),
+    "before a full stop": ("docs/a.md", "Right all the same.", ['1: write "still", not "all the same"']),
+    "one of several words": ("docs/a.md", "Regions around.", ['1: write "the enclosing region", not "Regions around"']),
+    "another case": ("docs/a.md", "Of these there is none. It is None.", NO_SUCH),
+    "code": ("docs/a.md", f"`made again`, all the same shapes.\n\n{FENCE}text\nmade again\n{FENCE}\n", []),
+    "wide code": ("docs/a.md", f"| {LONG} |\n\n{CODE_IN_A_LIST}", ['7: write "at most 96 columns", not "97"']),
+    "wide output": ("docs/a.md", f"{FENCE}text\n{LONG}\n{FENCE}\n{LONG}\n", []),
+    "docstring": ("torch_remat/a.py", '"""It is made again."""', RECOMPUTED),
+    "comment": ("torch_remat/a.py", "# it is made\n# again", RECOMPUTED),
+    "message": ("torch_remat/a.py", 'x = f("is " "made " "again")', RECOMPUTED),
+    "source": ("torch_remat/a.py", 'made, again = "made", "again"', []),
+}  # fmt: skip
 
 
-prose = loaded()
-
-
-def found(folder: Path, name: str, text: str) -> list[str]:
-    """Return what is found in a repository that has the style sheet and one more file."""
-    (folder / "CONTRIBUTING.md").write_text("# C\n\n" + prose.HEADING + prose.split(SHEET)[1])
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(text)
-    return list(prose.check(folder))
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_style_sheet_says_otherwise_is_found_at_its_line(tmp_path, case):
+    name, text, expected = CASES[case]
+    (tmp_path / "CONTRIBUTING.md").write_text("# C\n\n" + PROSE["HEADING"] + SHEET)
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    assert list(PROSE["check"](tmp_path)) == [f"{name}:{found}" for found in expected]
 
 
 def test_style_sheet_has_thirty_pairs():
-    rows = [line for line in prose.split(SHEET)[1].splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + 30  # and the head
-    assert len(prose.pairs(prose.split(SHEET)[1])) >= 20
-
-
-@pytest.mark.parametrize(
-    ("sentence", "write", "instead"),
-    [
-        ("Left out is the block.", "skipped, omitted", "Left out"),
-        ("It is made\nagain in backward.", "recomputed", "made again"),
-        ("The result was changed in place.", "modified in place, in-place modification", "changed in place"),
-        ("A region around it.", "the enclosing region", "region around"),
-        ("Of these there is none.", "is not one, does not exist", "is none"),
-        ("It is right all the same.", "still", "all the same"),
-    ],
-)
-def test_sentence_of_a_page_is_found_at_its_line(tmp_path, sentence, write, instead):
-    assert found(tmp_path, "docs/a.md", f"# A\n\n{sentence}\n") == [f'docs/a.md:3: write "{write}", not "{instead}"']
-
-
-def test_code_of_a_page_and_good_sentences_are_not_found(tmp_path):
-    fence = "`" * 3
-    page = f"# A\n\nIt is None, `made again`, with all the same shapes.\n\n{fence}text\nmade again\n{fence}\n"
-    assert found(tmp_path, "docs/a.md", page) == []
-
-
-def test_code_of_a_page_that_is_wider_than_the_site_is_found_and_what_it_prints_is_not(tmp_path):
-    fence, long = "`" * 3, "a" * 97
-    code = f"- b:\n\n  {fence}python\n  {long[1:]}\n  {long}\n  {fence}\n"
-    page = f"# A\n\n| {long} |\n\n{fence}text\n{long}\n{fence}\n{long}\n{code}"
-    assert found(tmp_path, "docs/a.md", page) == ['docs/a.md:13: write "at most 96 columns", not "97"']
-
-
-def test_docstrings_comments_and_messages_are_found_and_code_is_not(tmp_path):
-    source = (
-        '"""It is made again."""\n# it is made\n# again\nx = f("is " "made " "again")\nmade, again = "made", "again"\n'
-    )
-    lines = [line.split(":")[1] for line in found(tmp_path, "torch_remat/a.py", source)]
-    assert lines == ["1", "2", "4"]
+    assert SHEET.count("\n| ") == 2 + 30  # and the head
+    assert len(PROSE["pairs"](SHEET)) >= 20
 
 
 def test_program_runs_and_says_by_its_exit_code_whether_something_was_found():

@@ -12,35 +12,18 @@ import torch
 from torch.nn import functional as F
 
 import torch_remat as remat
+from tests.ways import BY_HANDLE
 from torch_remat.dispatch.holder import Holder
 
 PACKAGE = Path(remat.__file__).parent
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 START, END = "<!-- ways of a saved tensor -->\n\n```text\n", "```\n"
-SAVE = remat.CheckpointPolicy.SAVE
 SHAPE = (7, 3)  # of what is saved, and of nothing else
-
-
-class Exp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, op_name, remat_policy):
-        handle = remat.get_handle(ctx, op_name, remat_policy)
-        if (result := handle.maybe_load_saved()) is not None:
-            return result
-        x = handle.save_or_load_inputs(x)
-        result = x.exp()
-        handle.save_for_backward({"result": result})
-        return handle.record_outputs(result)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (result,) = ctx.saved_tensors
-        return result * grad, None, None
 
 
 WAYS = {
     "plain": (lambda x, w: (x @ w).sin().sum(), {}),
-    "handle": (lambda x, w: Exp.apply(x @ w, "exp", SAVE).sum(), {}),
+    "handle": (lambda x, w: BY_HANDLE.keep("exp", torch.exp, x @ w).sum(), {}),
     "op": (lambda x, w: remat.op(torch.mm, "mm")(x, w).sin().sum(), {}),
     "native region": (lambda x, w: remat.native_save_region("mm", lambda: x @ w).sin().sum(), {}),
     "policy by function": (lambda x, w: F.linear(x, w.mT).sin().sum(), {"policy": [F.linear]}),

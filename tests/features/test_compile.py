@@ -12,7 +12,6 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -24,6 +23,7 @@ from tests.helpers import (
     leaf,
     no_other_regions,
     parameter_gradients,
+    train_step,
 )
 from tests.ways import PLAIN_AUTOGRAD, WAYS
 from torch_remat._compat import CompiledCode
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore::UserWarning:torch",
     "ignore:this torch has no tag:torch_remat.RematWarning",  # torch 2.10
-    r"ignore:Guards may run slower on Python 3\.13\.0:RuntimeWarning",
 )
 
 
@@ -41,15 +40,6 @@ def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def train_step(model, x):
-    y = model(x)
-    y.square().mean().backward()
-    results = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-    x.grad = None
-    model.zero_grad()
-    return results
 
 
 def test_dropout_in_a_compiled_region_has_the_same_mask_in_both_phases():
@@ -63,48 +53,15 @@ def test_dropout_in_a_compiled_region_has_the_same_mask_in_both_phases():
     assert torch.equal(x.grad != 0, kept)
 
 
-def test_graph_break_inside_a_region_is_equal():
-    def block(x):
-        h = x.sin()
-        torch._dynamo.graph_break()
-        return h.exp().cos()
-
-    x = leaf(4)
-    compiled = torch.compile(lambda x: checkpointed(block)(x).tanh(), backend="aot_eager")
-    compiled(x).sum().backward()
-    assert_same(x.grad, torch.autograd.grad(block(x).tanh().sum(), x)[0])
-
-
-def by_output(ctx, op, *args, **kwargs):
-    return isinstance(ctx.op_output, torch.Tensor) and op is torch.ops.aten.mm.default
-
-
-# Torch 2.10 and 2.11 ask a policy before the op runs. (Before 2.13 the mode stays active until the error is gone, so
-# that no tensor can be printed.)
-TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
-
-
-def test_policy_under_the_compiler_may_go_by_the_output_where_torch_tells_it():
-    def region(x):
-        return remat.checkpoint(policy=by_output)(lambda x: (x @ x).sin())(x)
-
-    x, actual, said = leaf(4, 4), None, ""
-    try:
-        actual = torch.autograd.grad(torch.compile(region, backend="aot_eager")(x).sum(), x)
-    except RuntimeError as error:
-        said = str(error)
-    gc.collect()
-    if TELLS_OUTPUT:
-        assert_same(actual, torch.autograd.grad((x @ x).sin().sum(), x))
-    else:
-        assert "asks before an op runs" in said
-
-
 RECOMPUTE, OFFLOAD = remat.CheckpointPolicy.RECOMPUTE, remat.CheckpointPolicy.OFFLOAD
 EXP, COS = torch.ops.aten.exp.default, torch.ops.aten.cos.default
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 GELU = torch.ops.aten.gelu.default
 READY = remat.policies.save_matmuls
+
+
+def by_output(ctx, op, *args, **kwargs):
+    return isinstance(ctx.op_output, torch.Tensor) and op in MATMULS
 
 
 def by_function(ctx, op, *args, **kwargs):
@@ -127,18 +84,16 @@ POLICIES = {
     "partial": lambda: functools.partial(by_function),
     "object": lambda: BY_OBJECT,
     "decisions of torch": lambda: remat.policies.save_every_other_matmul,
+    "dict": lambda: {nn.functional.linear: remat.CheckpointPolicy.SAVE, nn.functional.gelu: OFFLOAD, COS: None},
 }
+# Torch 2.10 and 2.11 ask a policy before the op runs.
+TELLS_OUTPUT = hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
+POLICIES |= {"output": lambda: by_output} if TELLS_OUTPUT else {}
 
 
 def mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8))
-
-
-def checkpointed_module():
-    model = nn.Sequential(mlp())
-    remat.checkpoint_modules(model, "0")
-    return model
 
 
 def one_graph(function, *args, backend="aot_eager"):
@@ -158,14 +113,39 @@ def test_region_with_a_policy_compiles_to_one_graph(kind):
     def program(x):
         return remat.checkpoint(policy=POLICIES[kind]())(model)(x.sin()).cos()
 
+    region = remat.checkpoint(policy=POLICIES[kind]())(model)
     assert_same(expected, one_graph(program, x))
+    assert_same(expected, one_graph(lambda x: region(x.sin()).cos(), x))
     if kind in ("none", "function"):
         torch.testing.assert_close(list(one_graph(program, x, backend="inductor")), list(expected))
 
 
-class Scale(torch.autograd.Function):
+@pytest.mark.skipif(TELLS_OUTPUT, reason="this torch tells policies what an op returned")
+def test_policy_that_goes_by_the_output_is_an_error_where_torch_tells_it_to_none():
+    said = ""
+    try:
+        torch.compile(remat.checkpoint(policy=by_output)(torch.mm), backend="aot_eager")(leaf(4, 4), leaf(4, 4))
+    except RuntimeError as error:  # whose frames keep the mode active: no tensor can be printed
+        said = str(error)
+    gc.collect()
+    assert "asks before an op runs" in said
+
+
+def test_graph_break_inside_a_region_is_equal():
+    def block(x):
+        h = x.sin()
+        torch._dynamo.graph_break()
+        return h.exp().cos()
+
+    x = leaf(4)
+    compiled = torch.compile(lambda x: checkpointed(block)(x).tanh(), backend="aot_eager")
+    assert_same(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(block(x).tanh().sum(), x))
+
+
+class Exp(torch.autograd.Function):
+    """As users write it."""
+
     @staticmethod
-    @remat.auto_forward("y")
     def forward(ctx, x):
         y = x.exp()
         ctx.save_for_backward(y)
@@ -175,6 +155,12 @@ class Scale(torch.autograd.Function):
     def backward(ctx, grad):
         (y,) = ctx.saved_tensors
         return y * grad
+
+
+class Aware(Exp):
+    """The same, remat-aware."""
+
+    forward = staticmethod(remat.auto_forward("y")(Exp.forward))
 
 
 class ByHand(torch.autograd.Function):
@@ -227,8 +213,10 @@ FORMS = {
     "op, recomputed": lambda x: remat.op(torch.exp, "op", policy=RECOMPUTE)(x),
     "op, offloaded": lambda x: remat.op(torch.exp, "op", policy=OFFLOAD)(x),
     "op, a decorated function": lambda x: decorated(x),
-    "op, a custom Function": lambda x: remat.op(Scale.apply, "op")(x),
-    "op, a recomputed Function": lambda x: remat.op(Scale.apply, "op", policy=RECOMPUTE)(x),
+    "op, a custom Function": lambda x: remat.op(Exp.apply, "op")(x),
+    "native_save_region, a custom Function": lambda x: remat.native_save_region("op", Exp.apply, x),
+    "op, a remat-aware Function": lambda x: remat.op(Aware.apply, "op")(x),
+    "op, a recomputed Function": lambda x: remat.op(Aware.apply, "op", policy=RECOMPUTE)(x),
     "recompute_needs_tensor": lambda x: remat.recompute_needs_tensor(x) or x.exp(),
     "name_scope": in_scope,
     "checkpoint_name": lambda x: remat.checkpoint_name(x.exp(), "name"),
@@ -281,13 +269,9 @@ def matmuls_first(ctx, op, *args, **kwargs):
 SAC = functools.partial(create_selective_checkpoint_contexts, MATMULS)
 
 
-def contexts_for_matmuls():
-    return SAC()
-
-
 @pytest.mark.parametrize(
     "options",
-    [{"policy": MATMULS}, {"policy": matmuls_first}, {"context_fn": SAC}, {"context_fn": contexts_for_matmuls}],
+    [{"policy": MATMULS}, {"policy": matmuls_first}, {"context_fn": SAC}, {"context_fn": lambda: SAC()}],
     ids=["ops", "function", "contexts", "contexts of a function"],
 )
 def test_compiled_region_keeps_what_selective_checkpointing_of_torch_keeps(options):
@@ -372,12 +356,12 @@ def test_what_runs_as_it_is_written_under_a_tool_still_compiles_afterwards(tool)
     def compiled(model):
         return torch.compile(model, backend="aot_eager", fullgraph=True)
 
-    first, second = (checkpointed_module() for _ in range(2))
-    x = leaf(4, 8)
+    first, second, x = nn.Sequential(mlp()), nn.Sequential(mlp()), leaf(4, 8)
+    for model in (first, second):
+        remat.checkpoint_modules(model, "0")
     expected = train_step(second, x)
     for call in (compiled(first), lambda x: compiled(first)(x)):  # compiled before, and inside
         tool(call, x)
-        x.grad = None
         assert_same(expected, train_step(compiled(second), x))
         checkpointed(compiled(first[0]))(x).sum().backward()
         torch._dynamo.reset()
@@ -478,30 +462,6 @@ def test_compiler_leaves_the_library_alone(options):
     assert not backend.graphs
 
 
-@pytest.mark.skipif(not CompiledCode.is_noticed, reason="before torch 2.13 it runs as it is written")
-def test_ops_around_compiled_code_run_again_and_what_the_policy_names_is_kept():
-    model, x = mlp(), leaf(4, 8)
-    compiled = torch.compile(lambda x: model(x), backend="inductor")
-    compiled(x)
-    ran = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            ran.append(op)
-            return op(*args, **(kwargs or {}))
-
-        @classmethod
-        def ignore_compile_internals(cls):
-            return True
-
-    y = remat.checkpoint(policy=[EXP])(lambda x: compiled(x.exp()).sin())(x)
-    assert "exp" in str(remat.memory_report(y))
-    with Watching():
-        actual = torch.autograd.grad(y.sum(), x)
-    assert ran.count(EXP) == 1  # compiled code reads what it will
-    torch.testing.assert_close(actual[0], torch.autograd.grad(model(x.exp()).sin().sum(), x)[0])
-
-
 @pytest.mark.parametrize("keep", [remat.op, lambda f, name: functools.partial(remat.native_save_region, name, f)])
 def test_compiled_code_that_changes_its_argument_is_recomputed(keep):
     changes = lambda x: x.mul_(2).sin()  # noqa: E731
@@ -512,46 +472,20 @@ def test_compiled_code_that_changes_its_argument_is_recomputed(keep):
     assert_same(torch.autograd.grad(changes(x.cos() * 3).sin().exp().sum(), x)[0], found)
 
 
-def in_block(context):
-    with context():
-        pass
+EAGER = {
+    "memory_report": lambda x: remat.memory_report(x),
+    "list_names": lambda x: remat.list_names(torch.sin)(x),
+    "explain": lambda x: remat.explain(torch.sin)(x),
+    "trace": lambda x: remat.trace().__enter__(),
+    "budget": lambda x: remat.budget("1 GiB").__enter__(),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        ("memory_report", lambda x: remat.memory_report(x)),
-        ("list_names", lambda x: remat.list_names(torch.sin)(x)),
-        ("explain", lambda x: remat.explain(torch.sin)(x)),
-        ("trace", lambda x: in_block(remat.trace)),
-        ("budget", lambda x: in_block(lambda: remat.budget("1 GiB"))),
-    ],
-)
-def test_what_is_for_eager_code_says_so_in_compiled_code(name, use):
-    def program(x):
-        use(x.sin())
-        return x.cos()
-
+@pytest.mark.parametrize("name", EAGER)
+def test_what_is_for_eager_code_says_so_in_compiled_code(name):
+    use = EAGER[name]
     with pytest.raises(Exception, match=f"remat.{name} is for eager code"):
-        torch.compile(program, backend="aot_eager", fullgraph=True)(leaf(3))
-
-
-@pytest.mark.parametrize("keep", [remat.op, lambda f, name: functools.partial(remat.native_save_region, name, f)])
-def test_function_of_a_user_can_be_kept_in_one_whole_graph(keep):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2 * ctx.saved_tensors[0]
-
-    x = leaf(4)
-    block = lambda x: keep(Square.apply, "square")(x.sin()).cos()  # noqa: E731
-    torch.compile(checkpointed(block), backend="aot_eager", fullgraph=True)(x).sum().backward()
-    assert_same(x.grad, torch.autograd.grad(x.sin().square().cos().sum(), x)[0])
+        torch.compile(lambda x: (use(x.sin()), x.cos())[1], backend="aot_eager", fullgraph=True)(leaf(3))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -583,10 +517,8 @@ def test_the_compilers_own_budget_works_around_regions(options, budget):
     expected = train_step(model, x)
     remat.checkpoint_modules(model, "?", **options)
 
-    def run(x):
+    def run(model, x):
         with torch.autograd.graph.region_activation_memory_budget(budget):
             return model(x)
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    compiled(x).square().mean().backward()
-    assert_same(expected[1:], [x.grad, *(p.grad for p in model.parameters())])
+    assert_same(expected, train_step(model, x, torch.compile(run, backend="aot_eager", fullgraph=True)))

@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_remat as remat
-from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, parameter_gradients
-from torch_remat.errors import PolicyError, UsageError
-from torch_remat.modules.layers import CheckpointedModules
+from tests.helpers import Attention, Mlp, assert_same, collector_off, no_other_regions, train_step
+from tests.offloaders import OFFLOAD, Counting
+from torch_remat.errors import UsageError
 
 
 class Model(nn.Module):
@@ -42,14 +42,6 @@ def model():
 INPUT = torch.linspace(-1, 1, 64).reshape(2, 4, 8)
 
 
-def train_step(model):
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = model(INPUT).square().mean()
-    loss.backward()
-    return [loss.detach(), *parameter_gradients(model)]
-
-
 def names_of_regions(model):
     with no_other_regions():
         return [region.name for region in remat.memory_report(model(INPUT)).regions]
@@ -61,17 +53,20 @@ def snapshot(model):
 
 
 def test_gradients_are_those_of_the_plain_model_and_regions_keep_their_inputs_only(model):
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     for options in ({}, {"policy": remat.policies.save_matmuls}, {"keep_last": 1}):
         with remat.checkpoint_modules(model, "layers.*", **options):
             for _ in range(2):
-                assert_same(expected, train_step(model))
+                assert_same(expected, train_step(model, INPUT))
     remat.checkpoint_modules(model, "layers.*")
     with no_other_regions():
         report = remat.memory_report(model.eval()(INPUT))
     assert [(region.name, region.bytes) for region in report.regions] == [
         (f"layers.{index}", INPUT.nbytes) for index in range(3)
     ]
+
+
+OF_MLP_AND_NORM = [*(f"layers.{at}.{part}" for at in range(3) for part in ("0.norm", "1")), "norm"]
 
 
 @pytest.mark.parametrize(
@@ -82,27 +77,16 @@ def test_gradients_are_those_of_the_plain_model_and_regions_keep_their_inputs_on
         ({"layers.*": {"keep_last": 1}, "layers.2.1": {}}, ["layers.0", "layers.1", "layers.2.1"]),
         ("*", ["layers.0", "layers.1", "layers.2", "norm", "head"]),  # neither the root nor the list of layers
         ("*.qkv", ["layers.0.0.qkv", "layers.1.0.qkv", "layers.2.0.qkv"]),
-    ],
-    ids=str,
-)
-def test_patterns_choose_the_outermost_of_what_they_match(model, patterns, expected):
-    remat.checkpoint_modules(model, patterns)
-    assert names_of_regions(model) == expected
-
-
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
         (nn.Sequential, ["layers.0", "layers.1", "layers.2"]),
-        ((Mlp, nn.LayerNorm), [*(f"layers.{at}.{part}" for at in range(3) for part in ("0.norm", "1")), "norm"]),
+        ((Mlp, nn.LayerNorm), OF_MLP_AND_NORM),
         ([Mlp, "layers.1.0"], ["layers.0.1", "layers.1.0", "layers.1.1", "layers.2.1"]),
         ({Mlp: {"keep_last": 1}, "head": {}}, ["layers.0.1", "layers.1.1", "head"]),
     ],
+    ids=str,
 )
-def test_classes_choose_their_instances(model, patterns, expected):
-    handle = remat.checkpoint_modules(model, patterns)
+def test_patterns_and_classes_choose_the_outermost_of_what_they_match(model, patterns, expected):
+    remat.checkpoint_modules(model, patterns)
     assert names_of_regions(model) == expected
-    assert "\nMlp: " in str(handle) or patterns is nn.Sequential
 
 
 def test_keep_last_leaves_the_last_matches_of_each_pattern_alone(model):
@@ -126,18 +110,10 @@ def test_options_of_a_pattern_come_before_those_of_the_call(model):
         "    layers.1\n"
         "    unchanged: layers.2"
     )
+    assert "\nMlp: " in str(remat.checkpoint_modules(Model(), [Mlp, "layers.1.0"]))
     with no_other_regions():
         report = remat.memory_report(model.eval()(INPUT))
     assert [region.bytes for region in report.regions] == [3 * INPUT.nbytes, INPUT.nbytes]
-
-
-def test_state_dict_names_and_classes_are_what_they_were(model):
-    before = list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]
-    parameters = list(map(id, model.parameters()))
-    remat.checkpoint_modules(model, "layers.*")
-    assert (list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]) == before
-    assert list(map(id, model.parameters())) == parameters
-    model.load_state_dict(Model().state_dict())
 
 
 def test_hooks_of_the_module_run_once_and_those_of_its_children_again(model):
@@ -146,10 +122,10 @@ def test_hooks_of_the_module_run_once_and_those_of_its_children_again(model):
     layer.register_forward_hook(lambda module, args, output: calls.append("after layer"))
     layer.register_full_backward_hook(lambda module, into, out: calls.append("backward of layer"))
     layer[1].register_forward_hook(lambda module, args, output: calls.append("child"))
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     calls.clear()
     remat.checkpoint_modules(model, "layers.*", early_stop=False)
-    assert_same(expected, train_step(model))
+    assert_same(expected, train_step(model, INPUT))
     assert calls == ["before layer", "child", "after layer", "child", "backward of layer"]
 
 
@@ -160,59 +136,61 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
-def test_copies_have_regions_of_their_own(copied):
-    model, policy = Model(), remat.policies.save_matmuls | remat.save_names("1.*")
-    expected = train_step(model)
+NAMES, DICT = remat.policies.save_matmuls | remat.save_names("1.*"), {nn.functional.linear: OFFLOAD}
+OPS = {torch.ops.aten.addmm.default: OFFLOAD, torch.ops.aten.gelu: remat.CheckpointPolicy.SAVE}
+
+
+@pytest.mark.parametrize(
+    ("copied", "policy"),
+    [(copy.deepcopy, NAMES), (saved_and_loaded, NAMES), (copy.deepcopy, OPS), (saved_and_loaded, DICT)],
+)
+def test_copies_have_regions_of_their_own(copied, policy):
+    model = Model()
+    expected = train_step(model, INPUT)
     handle = remat.checkpoint_modules(model, "layers.*", keep_last=1, policy=policy)
-    with collector_off():
+    with collector_off(), remat.offload_to(Counting()):
         duplicate = copied(model)
         handle.remove()
         del model, handle
         assert names_of_regions(duplicate) == ["layers.0", "layers.1"]
-        assert_same(expected, train_step(duplicate))
-        assert list(duplicate.state_dict()) == list(Model().state_dict())
-        again = copy.deepcopy(duplicate)
+        assert_same(expected, train_step(duplicate, INPUT))
+        assert (remat.memory_report(duplicate(INPUT)).offloaded_bytes > 0) == isinstance(policy, dict)
+        again = copied(duplicate)  # after a step
         assert names_of_regions(again) == ["layers.0", "layers.1"]
-        gone = weakref.ref(duplicate.layers[0])
-        del duplicate
-        assert gone() is None
+        assert_same(expected, train_step(again, INPUT))
+        layer = copy.deepcopy(duplicate.layers[1])
+        assert names_of_regions(layer) == ["layers.1"]
+        layer(INPUT).sum().backward()
+        modules = [weakref.ref(module) for module in duplicate.modules()]
+        del duplicate, layer
+        assert [module() for module in modules] == [None] * len(modules)
 
 
-def test_a_layer_by_itself_can_be_copied_and_a_forward_without_its_module_says_so(model):
+def test_a_forward_without_its_module_says_so(model):
     remat.checkpoint_modules(model, "layers.*")
-    layer, forward = copy.deepcopy(model.layers[1]), copy.deepcopy(model.layers[0].forward)
+    forward = copy.deepcopy(model.layers[0].forward)
     del model
-    assert names_of_regions(layer) == ["layers.1"]
-    layer(INPUT).sum().backward()
     with pytest.raises(UsageError, match="the module that this function belongs to is gone"):
         forward(INPUT)
 
 
-def test_a_model_is_freed_without_the_collector():
-    with collector_off():
-        model = Model()
-        handle = remat.checkpoint_modules(model, "layers.*")
-        train_step(model)
-        references = [weakref.ref(module) for module in model.modules()]
-        del model
-        assert [reference() for reference in references] == [None] * len(references)
-        handle.remove()
+def test_regions_keep_what_a_model_consists_of_and_removing_them_makes_it_what_it_was(model):
+    def parts():
+        return list(model.state_dict()), [*model.named_modules()], [*map(type, model.modules())]
 
-
-def test_remove_or_the_end_of_a_block_makes_the_model_what_it_was(model):
-    before = snapshot(model)
+    before, parts_before = snapshot(model), parts()
     with remat.checkpoint_modules(model, ["layers.*", "head"]) as handle:
-        assert isinstance(handle, CheckpointedModules)
         assert repr(handle) == "<4 regions in Model>"
         assert snapshot(model) != before
+        assert parts() == parts_before
+        model.load_state_dict(Model().state_dict())
     assert snapshot(model) == before
     handle.remove()
     assert snapshot(model) == before
 
 
-def test_a_forward_that_was_set_before_is_what_runs_and_comes_back(model):
-    calls, layer = [], model.layers[0]
+def test_a_forward_that_was_set_before_or_later_runs_and_stays(model):
+    calls, layer, later = [], model.layers[0], model.layers[1]
     own = type(layer).forward
 
     def forward(x):
@@ -220,25 +198,17 @@ def test_a_forward_that_was_set_before_is_what_runs_and_comes_back(model):
         return own(layer, x)
 
     layer.forward = forward
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     calls.clear()
-    handle = remat.checkpoint_modules(model, "layers.*", early_stop=False)
-    assert_same(expected, train_step(model))
+    handle = remat.checkpoint_modules(model, "layers.[01]", early_stop=False)
+    outer = functools.update_wrapper(functools.partial(lambda inner, x: inner(x), later.forward), later.forward)
+    later.forward = outer
+    assert_same(expected, train_step(model, INPUT))
     assert calls == [False, True]
+    assert names_of_regions(model) == ["layers.0", "layers.1"]
     handle.remove()
     assert layer.forward is forward
-
-
-def test_a_forward_that_is_set_later_stays_and_what_it_calls_is_removed(model):
-    handle = remat.checkpoint_modules(model, "layers.0")
-    inner = model.layers[0].forward
-    model.layers[0].forward = functools.update_wrapper(
-        functools.partial(lambda module, x: inner(x), model.layers[0]), inner
-    )
-    outer = model.layers[0].forward
-    assert names_of_regions(model) == ["layers.0"]
-    handle.remove()
-    assert model.layers[0].forward is outer
+    assert later.forward is outer
     assert names_of_regions(model) == []
 
 
@@ -296,22 +266,7 @@ def test_errors_leave_the_model_as_it_was(model, case):
     with pytest.raises(UsageError) as caught:
         remat.checkpoint_modules(model, patterns)
     assert text in str(caught.value)
-    with pytest.raises(PolicyError, match="is not a policy"):
-        remat.checkpoint_modules(model, "layers.*", policy=3)
-    with pytest.raises(UsageError, match="takes no dict"):
-        remat.checkpoint_modules({}, "*")
-    with pytest.raises(
-        UsageError, match=r"missing a required argument: 'patterns'\.\nThe form is checkpoint_modules\("
-    ):
-        remat.checkpoint_modules(model, keep_last=1)
     assert snapshot(model) == before
-
-
-@pytest.mark.parametrize("maker", [remat.save_names, remat.save_modules, remat.policies.memory_budget])
-def test_a_maker_of_policies_that_nobody_called_is_an_error_at_once(maker):
-    with pytest.raises(PolicyError, match=f"{maker.__name__} makes policies") as caught:
-        remat.checkpoint(policy=maker)
-    assert "Call it" in str(caught.value)
 
 
 def test_regions_of_an_earlier_call_are_an_error(model):
@@ -340,19 +295,12 @@ def test_a_module_that_takes_no_attribute_leaves_the_others_as_they_were(model):
     assert snapshot(model) == before
 
 
-@pytest.fixture
-def _compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("how", ["torch.compile", "compile", "regions of the compiled", "a layer compiled before"])
 def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
+    torch._dynamo.reset()
     model.eval()
-    expected = train_step(model)
+    expected = train_step(model, INPUT)
     backend = CompileCounterWithBackend("eager")
     compiled = model
     if how == "regions of the compiled":
@@ -367,7 +315,7 @@ def test_compiled_before_or_after_is_one_graph_with_regions(model, how):
             compiled = torch.compile(model, backend=backend, fullgraph=True)
         else:
             model.compile(backend=backend, fullgraph=True)
-    assert_same(expected, train_step(compiled))
+    assert_same(expected, train_step(compiled, INPUT))
     assert backend.frame_count == 1
     checkpoints = ["checkpoint" in str(node.target) for graph in backend.graphs for node in graph.graph.nodes]
     assert sum(checkpoints) == (1 if "layer" in how else 3)

@@ -75,15 +75,12 @@ def test_failed_allocation_prints_the_report_also_behind_another_error(form, cap
 def test_failed_allocation_from_before_the_block_prints_nothing():
     file = io.StringIO()
 
-    def again():
-        with remat.report_on_oom(file):
-            raise ValueError("the second try")
-
     def fail_twice():
         try:
             raise MemoryError
         except MemoryError:
-            again()
+            with remat.report_on_oom(file):
+                raise ValueError("the second try")  # noqa: B904
 
     with pytest.raises(ValueError, match="second try") as caught:
         fail_twice()
@@ -91,17 +88,12 @@ def test_failed_allocation_from_before_the_block_prints_nothing():
     assert file.getvalue() == ""
 
 
-def on_device(asked, free, total):
-    """Tell of a failed allocation as the CUDA allocator does before it raises."""
-    oom.on_device_out_of_memory(0, asked, total, free)
-
-
 def test_allocator_that_tells_first_is_not_told_again():
     file = io.StringIO()
 
-    def function(x):
-        on_device(1, 2, 3)  # its error was handled inside, and silences no later one
-        on_device(2**30, 2**20, 8 * 2**30)
+    def function(x):  # as the CUDA allocator does before it raises
+        oom.on_device_out_of_memory(0, 1, 3, 2)  # its error was handled inside, and silences no later one
+        oom.on_device_out_of_memory(0, 2**30, 8 * 2**30, 2**20)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError), remat.report_on_oom(file):
@@ -159,42 +151,31 @@ def test_errors_of_devices_and_of_the_host_are_known_and_blocks_nest(kind):
     assert "failing: 12 B" in file.getvalue()  # its frames are alive in the traceback, and so is what it kept
 
 
-class Layers(torch.nn.Module):
-    """Runs out of memory in its last layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
+def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
+    def run(x):
+        for block in model.blocks:
             x = block(x).tanh()
         allocate_too_much()
-        return x
 
+    def lines_of(function, *args):
+        with pytest.raises(RuntimeError), remat.report_on_oom():
+            function(*args)
+        return capsys.readouterr().err.splitlines()
 
-def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
-    model = Layers()
-    with pytest.raises(RuntimeError), remat.report_on_oom():
-        model(torch.randn(4, 8))
-    lines = capsys.readouterr().err.splitlines()
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    model.forward = run
+    lines = lines_of(model, torch.randn(4, 8))
     assert lines[1] == "kept for backward: 512 B"  # four activations: the input and what each tanh returned
     assert lines[2] == "not counted: parameters, 864 B in 6 tensors"
     assert "TanhBackward0" in "".join(lines)
     assert lines[-1].endswith("remat.checkpoint_modules(model, 'blocks.*')")
     remat.checkpoint_modules(model, "blocks.*")
-    with pytest.raises(RuntimeError), remat.report_on_oom():
-        model(torch.randn(4, 8))
-    text = capsys.readouterr().err
-    assert "in 3 regions" in text
-    assert "checkpoint_modules" not in text
-    assert text.splitlines()[-1].startswith("To keep less: smaller regions")
-
-
-def test_code_that_keeps_nothing_is_told_how_to_see_more(capsys):
-    with pytest.raises(RuntimeError), remat.report_on_oom():
-        allocate_too_much()
-    assert capsys.readouterr().err.splitlines()[-1].startswith("No region is alive.")
+    lines = lines_of(model, torch.randn(4, 8))
+    assert "in 3 regions" in "".join(lines)
+    assert "checkpoint_modules" not in "".join(lines)
+    assert lines[-1].startswith("To keep less: smaller regions")
+    assert lines_of(allocate_too_much)[-1].startswith("No region is alive.")
 
 
 def test_a_frame_that_goes_on_keeps_no_variable_alive():

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, assert_same, leaf
+from tests.helpers import CountOps, LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
 
 SAVE, OFFLOAD, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD, remat.CheckpointPolicy.RECOMPUTE
 MM, GELU = torch.ops.aten.mm.default, torch.ops.aten.gelu
+MUST_RECOMPUTE, PREFER_SAVE = TorchPolicy.MUST_RECOMPUTE, TorchPolicy.PREFER_SAVE
 KIB = 1024
 WEIGHTS = [leaf(16, 16) for _ in range(2)]
 
@@ -30,25 +28,22 @@ def block(x):
     return x.sin() * 1
 
 
-def run(policy, function=block):
-    """Return gradients, the bytes that stay, those that travel, and the products and gelus that replay ran."""
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if remat.is_recomputing() and op in (MM, GELU.default):
-                ran.append(op.overloadpacket.__name__)
-            return op(*args, **(kwargs or {}))
-
-    ran, offloader, x = [], Counting(), leaf(16, 16)
+def run(policy):
+    """Compare gradients; return the KiB that stay and that travel, and which of products and gelus replay ran."""
+    offloader, x = Counting(), leaf(16, 16)
     with LiveStorages() as live:
-        y = remat.checkpoint(policy=policy, offloader=offloader)(function)(x)
+        y = remat.checkpoint(policy=policy, offloader=offloader)(block)(x)
         stays = live.bytes() - y.untyped_storage().nbytes()
     travels = offloader.bytes
-    with Count():
+    with CountOps() as ops:
         gradients = torch.autograd.grad(y.sum(), [x, *WEIGHTS])
     offloader.assert_all_released_once()
-    assert_same(torch.autograd.grad(function(x).sum(), [x, *WEIGHTS]), gradients)
-    return stays // KIB, travels // KIB, sorted(set(ran))
+    y = block(x)
+    with CountOps() as of_backward:
+        expected = torch.autograd.grad(y.sum(), [x, *WEIGHTS])
+    assert_same(expected, gradients)
+    ran = ops.counts - of_backward.counts
+    return stays // KIB, travels // KIB, [op for op in ("gelu", "mm") if ran[op]]
 
 
 # A policy, the KiB that stay and that travel, and what runs in replay. A gelu saves what a product returned, which
@@ -69,22 +64,18 @@ POLICIES = {
     "with a list": ({torch.matmul: OFFLOAD} | remat.save_names("gelu*"), 2, 2, []),
     "the stronger of two": ({torch.matmul: OFFLOAD} | remat.policies.save_matmuls, 2, 0, ["gelu"]),
     "excluded by name": ({torch.matmul: OFFLOAD} & ~remat.save_names("matmul_1"), 0, 1, ["gelu", "mm"]),
+    "must before prefer": ({torch.matmul: MUST_RECOMPUTE, torch.Tensor.matmul: PREFER_SAVE}, 0, 0, ["gelu", "mm"]),
 }  # fmt: skip
+if hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"):  # not in torch 2.10
+    PREFERRED = {torch.matmul: TorchPolicy.PREFER_CPU_OFFLOAD} | remat.policies.save_discrete
+    POLICIES["of torch, offloaded"] = {torch.matmul: TorchPolicy.MUST_CPU_OFFLOAD}, 0, 2, ["gelu"]
+    POLICIES["of torch, rather offloaded"] = PREFERRED, 0, 2, ["gelu"]
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 def test_each_has_its_own_decision(kind):
     policy, *expected = POLICIES[kind]
     assert list(run(policy)) == expected
-
-
-@pytest.mark.skipif(not hasattr(TorchPolicy, "MUST_CPU_OFFLOAD"), reason="torch 2.10 has no such policy")
-def test_policies_of_torch_that_offload():
-    assert run({torch.matmul: TorchPolicy.MUST_CPU_OFFLOAD})[:2] == (0, 2)
-    preferred = {torch.matmul: TorchPolicy.PREFER_CPU_OFFLOAD}
-    assert run(preferred | remat.policies.save_discrete)[:2] == (0, 2)
-    # Must is stronger than prefer.
-    assert run({torch.matmul: TorchPolicy.MUST_RECOMPUTE, torch.Tensor.matmul: TorchPolicy.PREFER_SAVE})[:2] == (0, 0)
 
 
 @pytest.mark.parametrize("policy", [{F.gelu: RECOMPUTE}, {MM: False, F.gelu: None}])
@@ -102,127 +93,6 @@ def test_what_is_only_recomputed_costs_and_says_nothing(policy):
         with Watch():
             remat.checkpoint(policy=policy)(block)(leaf(16, 16))
     assert set(seen) == {0}  # no mode of ours below
-
-
-# --- Where regions come from.
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
-        self.function = None
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) if self.function is None else self.function(layer, x)
-        return x.sin()
-
-
-class Supporting(Layers):
-    """As models of Hugging Face have it."""
-
-    supports_gradient_checkpointing = True
-    gradient_checkpointing = False
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
-        self._gradient_checkpointing_func, self.gradient_checkpointing = gradient_checkpointing_func, enable
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self._gradient_checkpointing_func(layer.__call__, x) if self.gradient_checkpointing else layer(x)
-        return x.sin()
-
-
-def checkpointed_by(model, way, **options):
-    if way == "modules":
-        remat.checkpoint_modules(model, "layers.*", **options)
-    elif way == "layers":
-        remat.enable_gradient_checkpointing(model, **options)
-    else:
-        model.function = remat.drop_in(**options)
-
-
-LISTS = {
-    "functions": {F.linear: OFFLOAD, F.gelu: RECOMPUTE},
-    "ops": {torch.ops.aten.addmm.default: OFFLOAD, GELU: SAVE},
-    "both": {F.linear: OFFLOAD, GELU: SAVE},
-    "a list of ops": [torch.ops.aten.addmm.default, torch.ops.aten.gelu],
-}
-
-
-def stepped(model, x, options=()):
-    y = model(x)
-    report = remat.memory_report(y)
-    return [y, *torch.autograd.grad(y.sum(), [x, *model.parameters()])], report.offloaded_bytes
-
-
-@pytest.mark.parametrize("kind", LISTS)
-@pytest.mark.parametrize("way", ["modules", "layers", "drop_in"])
-def test_models_with_such_regions_are_copied_and_pickled_before_and_after_a_step(way, kind):
-    torch.manual_seed(0)
-    model, x = Supporting() if way == "layers" else Layers(), leaf(4, 8)
-    expected, _ = stepped(model, x)
-    with remat.offload_to(Counting()):
-        checkpointed_by(model, way, policy=LISTS[kind])
-        for _ in range(2):
-            for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
-                actual, offloaded = stepped(same, x)
-                assert_same(expected, actual)
-                assert (offloaded > 0) == (kind != "a list of ops")
-
-
-def test_what_drop_in_is_given_is_combined_with_what_a_library_says():
-    policy = remat.drop_in(policy={torch.matmul: OFFLOAD})
-    offloader, x = Counting(), leaf(16, 16)
-
-    def contexts():
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts([GELU.default])
-
-    with remat.offload_to(offloader):
-        y = policy(block, x, use_reentrant=False, context_fn=contexts)
-        assert_same(torch.autograd.grad(block(x).sum(), x), torch.autograd.grad(y.sum(), x))
-    assert {info.tensor for info in offloader.sent}
-
-
-@pytest.mark.parametrize("made", ["outside", "inside"])
-def test_a_compiled_region_keeps_the_ops(made):
-    policy = {torch.matmul: SAVE, F.gelu: OFFLOAD, torch.ops.aten.exp.default: SAVE, torch.ops.aten.sin.default: None}
-    region, x = remat.checkpoint(policy=policy)(block), leaf(16, 16)
-
-    def inside(x):
-        decided = {torch.matmul: SAVE, F.gelu: OFFLOAD, torch.ops.aten.exp.default: SAVE}
-        return remat.checkpoint(policy=decided)(block)(x)
-
-    compiled = torch.compile(region if made == "outside" else inside, backend="aot_eager", fullgraph=True)
-    expected = torch.autograd.grad(block(x).sum(), [x, *WEIGHTS])
-    assert_same(expected, torch.autograd.grad(compiled(x).sum(), [x, *WEIGHTS]))
-
-
-# --- Errors.
-
-
-def of_layers(**options):
-    return remat.checkpoint_modules(Layers(), "layers.*", **options)
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        ({F.linear: "save"}, r"(?s)says 'save' of .*linear.*CheckpointPolicy\.SAVE, OFFLOAD"),
-        ({F.linear: [SAVE]}, "which is no decision"),
-        ({"up.*": SAVE}, "neither an op nor a function"),
-        ({nn.Linear: OFFLOAD}, r"remat\.save_modules\(Linear\)"),
-        ({F.linear: SAVE, torch.Tensor.add_: OFFLOAD}, "never kept"),
-        ({block: RECOMPUTE}, r"remat\.op"),
-    ],
-)
-@pytest.mark.parametrize(
-    "take", [remat.checkpoint, remat.drop_in, lambda **o: remat.checkpoint_modules(Layers(), "*", **o)]
-)
-def test_what_is_no_function_or_no_decision_is_an_error_at_once(take, policy, text):
-    with pytest.raises(remat.PolicyError, match=text):
-        take(policy=policy)
 
 
 def test_texts_show_the_decision():

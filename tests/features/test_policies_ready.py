@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections import Counter
 from functools import partial
@@ -68,49 +69,41 @@ def test_save_matmuls_saves_products_of_every_form():
 
 
 def odd_chain(x, w):
+    """With an odd number of products a counter would alternate from region to region."""
     for _ in range(3):
         x = (x @ w).sin()
     return x
 
 
-def test_save_every_other_matmul_saves_half_of_them_and_always_the_same():
-    """With an odd number of products a counter would alternate from region to region."""
+@pytest.mark.parametrize("chain", [sine_chain, odd_chain])
+def test_save_every_other_matmul_saves_half_of_them_and_always_the_same(chain):
     inputs, wrap = (leaf(4, 4), leaf(4, 4)), region(policies.save_every_other_matmul)
-    assert_equal_gradients(sine_chain, wrap(sine_chain), inputs)
     for _ in range(3):
-        assert replayed_ops(sine_chain, wrap, inputs)["mm"] == 3
-        assert replayed_ops(odd_chain, wrap, inputs)["mm"] == 1
+        assert replayed_ops(chain, wrap, inputs)["mm"] == (3 if chain is sine_chain else 1)
+    for outer in (region(), wrap):
+
+        def nested(x, w, run):
+            return run(run(x, w).cos(), w).exp()
+
+        assert_equal_gradients(partial(nested, run=chain), outer(partial(nested, run=wrap(chain))), inputs)
 
 
-def test_save_every_other_matmul_alternates_over_the_whole_region():
+@pytest.mark.parametrize("module", [nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), TransformerBlock(8, 2)])
+def test_save_every_other_matmul_alternates_over_the_whole_region(module):
     """Each module here runs one product, so that a count for each module would save all or none."""
-    asked = []
+    policy, x = policies.save_every_other_matmul, leaf(2, 4, 8)
+    assert_equal_gradients(module, region(policy)(module), [x])
+    kept = [row.kept for row in remat.list_names(module, policy=policy)(x) if row.op == "aten.addmm.default"]
+    assert kept == [place % 2 == 0 for place in range(len(kept))]
+    assert len(kept) >= 4
 
+
+def test_policy_function_may_ask_a_ready_policy():
     def policy(ctx, op, *args, **kwargs):
-        if (said := policies.save_every_other_matmul(ctx, op, *args, **kwargs)) or policies.save_matmuls(ctx, op):
-            asked.append(said)
-        return said
+        asked = policies.save_every_other_matmul(ctx, op, *args, **kwargs), policies.save_matmuls(ctx, op)
+        return asked[0] or (op is aten.sin.default and not asked[1])
 
-    for module in (nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), TransformerBlock(8, 2)):
-        asked.clear()
-        x = leaf(2, 4, 8)
-        assert_equal_gradients(module, region(policies.save_every_other_matmul)(module), [x])
-        region(policy)(module)(x).sum().backward()
-        assert len(asked) >= 4
-        assert asked == [place % 2 == 0 for place in range(len(asked))]
-        table = remat.list_names(module, policy=policies.save_every_other_matmul)(x)
-        assert any(row.kept for row in table)
-
-
-def test_save_every_other_matmul_counts_anew_in_the_replay_of_an_outer_region():
-    inner = region(policies.save_every_other_matmul)(odd_chain)
-
-    def outer(x, w):
-        return inner(inner(x, w).cos(), w).exp()
-
-    inputs = leaf(4, 4), leaf(4, 4)
-    for wrap in (region(), region(policies.save_every_other_matmul)):
-        assert_equal_gradients(lambda x, w: odd_chain(odd_chain(x, w).cos(), w).exp(), wrap(outer), inputs)
+    assert replayed_ops(sine_chain, region(policy), (leaf(4, 4), leaf(4, 4))) == {"mm": 3}
 
 
 CHOICES = {
@@ -139,44 +132,18 @@ def test_save_discrete_does_not_choose_again(op):
 # Combined
 
 
-def test_combination_saves_what_either_saves():
-    x, block = leaf(2, 8, 16), TransformerBlock(16, 2)
-    parameters = list(block.parameters())
-    ways = policies.save_attention | policies.save_matmuls, policies.save_matmuls | policies.save_attention
-    for policy in (*ways, ATTENTION + MATMULS):
-        ran = Counter(replayed_ops(block, region(policy), [x], parameters)) - VIEWS
-        assert set(ran) == {"native_layer_norm", "add", "gelu"}
-        assert ran == Counter(replayed_ops(block, region(ways[0]), [x], parameters)) - VIEWS
-
-
 def sines(ctx, op, *args, **kwargs):
     return op is aten.sin.default
 
 
-def test_policies_of_every_kind_combine():
+def test_combination_saves_what_either_saves():
     inputs = leaf(4, 4), leaf(4, 4)
-    kinds = {
-        "list": MM,
-        "function": sines,
-        "names": remat.save_names("sin_*"),
-        "ready": policies.save_matmuls,
-    }
-    saved = {"list": {"mm"}, "function": {"sin"}, "names": {"sin"}, "ready": {"mm"}}
-    for left in kinds:
-        for right in kinds:
-            if not {left, right} & {"names", "ready"}:
-                continue  # two plain lists are added, two plain functions have no `|`
-            replayed = set(replayed_ops(sine_chain, region(kinds[left] | kinds[right]), inputs))
-            assert replayed == {"mm", "sin"} - saved[left] - saved[right], (left, right)
-
-
-def test_combination_with_something_else_is_an_error():
-    with pytest.raises(TypeError):
-        policies.save_matmuls | 3
-    with pytest.raises(TypeError):
-        "mm" | policies.save_matmuls
-    with pytest.raises(remat.RematError, match="attention"):
-        region(policies.save_matmuls | remat.save_names("attention.*"))(sine_chain)(leaf(4, 4), leaf(4, 4))
+    kinds = {"mm": [MM, policies.save_matmuls], "sin": [sines, remat.save_names("sin_*")]}
+    pairs = itertools.product([(op, kind) for op in kinds for kind in kinds[op]], repeat=2)
+    for (op, left), (other, right) in pairs:
+        if {id(left), id(right)} <= {id(MM), id(sines)}:
+            continue  # two plain lists are added, two plain functions have no `|`
+        assert set(replayed_ops(sine_chain, region(left | right), inputs)) == {"mm", "sin"} - {op, other}, (left, right)
 
 
 @pytest.mark.parametrize("copied", [lambda policy: pickle.loads(pickle.dumps(policy)), copy.deepcopy])
@@ -188,7 +155,7 @@ def test_policies_say_what_they_are_and_can_be_copied(copied):
     assert repr(copied(policy)) == repr(policy) == text
     policy = policies.save_matmuls & ~remat.save_names("gate.*", "x") | remat.save_names("y")
     assert repr(copied(policy)) == repr(policy) == "save_matmuls & ~save_names('gate.*', 'x') | save_names('y')"
-    assert kept(copied(policies.save_matmuls & ~remat.save_names("gate.*"))) == ["up.addmm_0_0"]
+    assert kept(copied(policies.save_matmuls & WITHOUT_GATE), EXPERTS) == [UP]
     inputs, policy = (leaf(4, 4), leaf(4, 4)), policies.save_matmuls | [aten.sin.default]
     assert replayed_ops(sine_chain, region(copied(policy)), inputs) == replayed_ops(sine_chain, region(policy), inputs)
 
@@ -208,63 +175,18 @@ class Experts(nn.Module):
         return (self.gate(x).tanh() * self.up(x).tanh()).sin().exp()
 
 
+def kept(policy, function):
+    return [row.name for row in remat.list_names(function, policy=policy)(leaf(4, 4)) if row.kept]
+
+
 def preferred(ctx, op, *args, **kwargs):
     is_one = op is aten.addmm.default
     return torch.utils.checkpoint.CheckpointPolicy.PREFER_SAVE if is_one else None
 
 
-POLICIES = {
-    "list": [aten.addmm.default],
-    "weak function": preferred,
-    "names": remat.save_names("*.addmm_*"),
-    "offloaded": remat.offload_names("*.addmm_*"),
-    "combined": [aten.sin.default] | remat.save_names("gate.addmm_*") | policies.save_matmuls,
-}
-GATE = "gate.addmm_0_0"
-
-
-def kept(policy, function=None):
-    inputs = leaf(3, 4) if function is None else leaf(4, 4)
-    table = remat.list_names(function or Experts(), policy=policy)(inputs)
-    return [row.name for row in table if row.kept]
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_what_is_left_out_runs_again_whatever_kind_the_policy_is(policy):
-    module, x = Experts(), leaf(4, 4)
-    leaves = list(module.parameters())
-    without = policy & ~remat.save_names("gate.*")
-    with remat.offload_to(Counting()):
-        assert_equal_gradients(module, region(without)(module), [x])
-        everything, some = ({*kept(one, module)} for one in (policy, without))
-        assert everything - some == {GATE}
-        assert some
-        assert [replayed_ops(module, region(one), [x], leaves).get("addmm", 0) for one in (policy, without)] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        policies.save_matmuls & ~remat.save_names("gate.*") | [aten.sin.default],
-        [aten.sin.default] | policies.save_matmuls & ~remat.save_names("gate.*"),
-        ([aten.sin.default] | policies.save_matmuls) & ~remat.save_names("gate.*") & ~remat.save_names("gate.add*"),
-        policies.save_matmuls & ~remat.save_names("gate.*") | remat.save_names("sin_0_0", GATE),
-    ],
-    ids=repr,
-)
-def test_leaving_out_is_the_strongest_decision_wherever_it_stands(policy):
-    assert kept(policy) == ["up.addmm_0_0", "sin_0_0"]
-
-
-def test_what_was_modified_in_place_is_left_out():
-    def function(x):
-        h = (x @ x).relu_()
-        return h.sin() * h
-
-    for pattern, found in (("relu__0_0", []), ("mm_0_0", []), ("sin_*", ["relu__0_0"])):
-        policy = policies.save_matmuls & ~remat.save_names(pattern)
-        assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
-        assert kept(policy, function) == found
+def in_place(x):
+    h = (x @ x).relu_()
+    return h.sin() * h
 
 
 def named(x):
@@ -272,59 +194,66 @@ def named(x):
     return h.sin() * remat.checkpoint_name(h @ x, "other").sin()
 
 
-@pytest.mark.parametrize("left_out", ["hidden", "mm_0_0"])
-@pytest.mark.parametrize("policy", [policies.save_matmuls, remat.save_names("hidden", "other")])
-def test_names_by_hand_and_automatic_ones_are_left_out(policy, left_out):
-    without = policy & ~remat.save_names(left_out)
-    assert_equal_gradients(named, region(without)(named), [leaf(4, 4)])
-    assert kept(without, named) == ["other"]
-    assert replayed_ops(named, region(without), [leaf(4, 4)])["mm"] == 1
+def named_late(x):
+    return remat.checkpoint_name(x.exp(), "hidden").sin()
+
+
+def named_call(x):
+    h = remat.checkpoint_name(remat.op(torch.exp, "exp")(x), "hidden")
+    return h.sin() @ h
+
+
+EXPERTS, WITHOUT_GATE, UP, SIN = Experts(), ~remat.save_names("gate.*"), "up.addmm_0_0", "sin_0_0"
+PRODUCTS = policies.save_matmuls
+BY_NAME, SAVE_SIN = remat.save_names("hidden", "other"), [aten.sin.default]
+COMBINED = SAVE_SIN | remat.save_names("gate.addmm_*") | PRODUCTS
+# A function, a policy, the names that it keeps of the function, and how many products replay runs.
+EXCLUDED = {
+    "of a list": (EXPERTS, [aten.addmm.default] & WITHOUT_GATE, [UP], 1),
+    "of a function that prefers": (EXPERTS, preferred & WITHOUT_GATE, [UP], 1),
+    "of names": (EXPERTS, remat.save_names("*.addmm_*") & WITHOUT_GATE, [UP], 1),
+    "of what is offloaded": (EXPERTS, remat.offload_names("*.addmm_*") & WITHOUT_GATE, [UP], 1),
+    "of a combination": (EXPERTS, COMBINED & WITHOUT_GATE, [UP, SIN], 1),
+    "before a list": (EXPERTS, PRODUCTS & WITHOUT_GATE | SAVE_SIN, [UP, SIN], 1),
+    "after a list": (EXPERTS, SAVE_SIN | PRODUCTS & WITHOUT_GATE, [UP, SIN], 1),
+    "twice": (EXPERTS, COMBINED & WITHOUT_GATE & ~remat.save_names("gate.add*"), [UP, SIN], 1),
+    "before its name": (EXPERTS, PRODUCTS & WITHOUT_GATE | remat.save_names(SIN, "gate.addmm_0_0"), [UP, SIN], 1),
+    "modified in place": (in_place, PRODUCTS & ~remat.save_names("relu__0_0"), [], 1),
+    "before it was modified in place": (in_place, PRODUCTS & ~remat.save_names("mm_0_0"), [], 1),
+    "another": (in_place, PRODUCTS & ~remat.save_names("sin_*"), ["relu__0_0"], 0),
+    "named by hand": (named, PRODUCTS & ~remat.save_names("hidden"), ["other"], 1),
+    "named by hand, by the automatic name": (named, PRODUCTS & ~remat.save_names("mm_0_0"), ["other"], 1),
+    "of names by hand": (named, BY_NAME & ~remat.save_names("hidden"), ["other"], 1),
+    "of names by hand, by the automatic name": (named, BY_NAME & ~remat.save_names("mm_0_0"), ["other"], 1),
+    "named after it was kept": (named_late, [aten.exp.default] & ~remat.save_names("exp_0_0"), [], 0),
+    "a call, which is kept as its author says": (named_call, PRODUCTS & ~remat.save_names("hidden"), [], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXCLUDED)
+def test_what_is_excluded_by_name_is_recomputed_whatever_selects_it(case):
+    function, policy, names, products = EXCLUDED[case]
+    leaves = [*function.parameters()] if function is EXPERTS else []
+    with remat.offload_to(Counting()):
+        assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
+        assert kept(policy, function) == names
+        replayed = replayed_ops(function, region(policy), [leaf(4, 4)], leaves)
+    assert replayed.get("addmm", 0) + replayed.get("mm", 0) == products
+    assert ("exp" in replayed) == (function in (EXPERTS, named_late))
 
 
 def test_name_that_comes_after_the_result_was_kept_is_an_error():
-    def function(x):
-        return remat.checkpoint_name(x.exp(), "hidden").sin()
-
     with pytest.raises(remat.PolicyError, match=r"'hidden' cannot be excluded.*\n.*'exp_0_0'"):
-        region([aten.exp.default] & ~remat.save_names("hidden"))(function)(leaf(3))
-    policy = [aten.exp.default] & ~remat.save_names("exp_0_0")
-    assert_equal_gradients(function, region(policy)(function), [leaf(3)])
-    assert kept(policy, function) == []
+        region([aten.exp.default] & ~remat.save_names("hidden"))(named_late)(leaf(3))
 
 
-def test_calls_are_kept_as_their_author_says():
-    def function(x):
-        h = remat.checkpoint_name(remat.op(torch.exp, "exp")(x), "hidden")
-        return h.sin() @ h
-
-    policy = policies.save_matmuls & ~remat.save_names("hidden")
-    assert_equal_gradients(function, region(policy)(function), [leaf(4, 4)])
-    assert "exp" not in replayed_ops(function, region(policy), [leaf(4, 4)])
-
-
-def test_pattern_that_matches_nothing_is_an_error():
-    policy = policies.save_matmuls & ~remat.save_names("gate.*", "gates.*")
-    with pytest.raises(remat.PolicyError, match=r"'gates.\*' matches nothing that the region made"):
-        region(policy)(Experts())(leaf(3, 4))
-
-
-def test_other_forms_are_errors_and_ours_show_the_right_one():
-    for make in (
-        lambda: remat.checkpoint(policy=~remat.save_names("a")),
-        lambda: policies.save_matmuls | ~remat.save_names("a"),
-        lambda: ~remat.save_names("a") | policies.save_matmuls,
-        lambda: remat.save_names("b") & ~remat.offload_names("a"),
-        lambda: 3 & ~remat.save_names("a"),
+def test_patterns_of_combinations_that_match_nothing_are_errors():
+    for policy, pattern in (
+        (policies.save_matmuls & ~remat.save_names("gate.*", "gates.*"), r"'gates.\*'"),
+        (policies.save_matmuls | remat.save_names("attention.*"), r"'attention.\*'"),
     ):
-        with pytest.raises(remat.PolicyError, match=r"policy & ~remat.save_names"):
-            make()
-    for make in (
-        lambda: policies.save_matmuls & remat.save_names("a"),
-        lambda: ~policies.save_matmuls,
-        lambda: ~~remat.save_names("a"),
-    ):
-        with pytest.raises(TypeError):
-            make()
+        with pytest.raises(remat.PolicyError, match=rf"{pattern} matches nothing that the region made"):
+            region(policy)(Experts())(leaf(3, 4))
 
 
 class TestOfPoliciesThatSelectNothing:

@@ -8,25 +8,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential as torch_sequential
 
 import torch_remat as remat
-from tests.helpers import Calls, Mlp, alive, assert_same, chain, collector_off, leaf, parameter_gradients, watch
-
-
-def train(run, layers):
-    torch.manual_seed(5)
-    x = leaf(2, 4)
-    y = run(layers, x)
-    y.square().sum().backward()
-    results = [y.detach(), x.grad, *parameter_gradients(layers)]
-    layers.zero_grad()
-    return results
+from tests.helpers import Calls, Mlp, assert_same, leaf, train_step
 
 
 @pytest.mark.parametrize("segments", [1, 3, 7])
 def test_gradients_are_equal_for_any_number_of_segments(segments):
-    layers = nn.Sequential(*(Mlp(4) for _ in range(7)))
-    expected = train(lambda layers, x: layers(x), layers)
+    layers, x = nn.Sequential(*(Mlp(4) for _ in range(7))), leaf(2, 4)
+    expected = train_step(layers, x)
     for given in (layers, list(layers)):
-        assert_same(expected, train(lambda _, x, given=given: remat.checkpoint_sequential(given, segments, x), layers))
+        run = lambda _, x, given=given: remat.checkpoint_sequential(given, segments, x)  # noqa: E731
+        assert_same(expected, train_step(layers, x, run))
 
 
 @pytest.mark.parametrize(("count", "segments"), [(1, 1), (4, 2), (5, 2), (7, 3), (8, 8)])
@@ -47,28 +38,3 @@ def test_options_reach_every_region():
     with pytest.raises(remat.MismatchError) as caught:
         y.sum().backward()
     assert "layers" in caught.value.region
-
-
-def test_wrong_options_and_numbers_of_segments_are_errors():
-    with pytest.raises(TypeError, match="use_reentrant"):
-        remat.checkpoint_sequential([chain, chain], 2, leaf(3), use_reentrant=False)
-    for segments in (0, -1, 5):
-        with pytest.raises(remat.UsageError):
-            remat.checkpoint_sequential([chain, chain], segments, leaf(3))
-
-
-def test_what_passes_between_functions_of_one_segment_is_not_kept():
-    between = []
-
-    def step(x):
-        y = x.sin()
-        between.extend(watch(y))
-        return y
-
-    with collector_off():
-        y = remat.checkpoint_sequential([step] * 6, 3, leaf(3) * 1)
-        assert len(between) == 6
-        assert [not reference.expired() for reference in between[:4]] == [False, True, False, True]
-        y.sum().backward()
-        del y
-        assert alive(between) == 0

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy as SacPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import LiveStorages
+from tests.native_programs import PeakBytes
 
 WIDTH, HEADS, BATCH, LENGTH, MICRO_BATCHES = 64, 4, 4, 64, 4
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -165,30 +165,26 @@ def _blocks(model: nn.Module) -> list[Block]:
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-def _changed(change: Callable[[Block], None], then: Apply) -> Apply:
+def _attending(keep: Callable[[nn.Module, Tensor], Tensor]) -> Apply:
+    """Return the way whose blocks call their attention by a function."""
+
     def apply(model: nn.Module) -> None:
         for block in _blocks(model):
-            change(block)
-        then(model)
+            block.attend = keep
+        modules()(model)
 
     return apply
+
+
+def _handle(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.mlp.squash = remat.op(Squash.apply, "squash")
+    modules()(model)
 
 
 def _keeps_collectives(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     is_collective = getattr(op, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd")
     return SacPolicy.MUST_SAVE if is_collective else SacPolicy.PREFER_RECOMPUTE
-
-
-def _native(block: Block) -> None:
-    block.attend = functools.partial(remat.native_save_region, "attention")
-
-
-def _call(block: Block) -> None:
-    block.attend = lambda attention, x: remat.op(attention, "attention")(x)
-
-
-def _handle(block: Block) -> None:
-    block.mlp.squash = remat.op(Squash.apply, "squash")
 
 
 _SAC = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -209,9 +205,9 @@ OURS: dict[str, Apply] = {
     "collectives": modules(policy=_keeps_collectives),
     "titan": modules(policy=_TITAN),
     "price": modules(policy=remat.policies.memory_budget(0.5)),
-    "call": _changed(_call, modules()),
-    "native": _changed(_native, modules()),
-    "handle": _changed(_handle, modules()),
+    "call": _attending(lambda attention, x: remat.op(attention, "attention")(x)),
+    "native": _attending(functools.partial(remat.native_save_region, "attention")),
+    "handle": _handle,
     "offload_inputs": modules(offload_inputs=True, offloader=remat.CpuOffloader(min_bytes=0)),
     "offload_names": modules(policy=remat.offload_names("*.addmm*"), offloader=remat.CpuOffloader(min_bytes=0)),
 }
@@ -221,25 +217,13 @@ WAYS: dict[str, Apply] = {"none": lambda model: None, **THEIRS, **OURS}
 # What counts the most bytes that were alive at once.
 
 
-class Peak(LiveStorages):
-    """Notes the most bytes of what is made while it is entered that were alive at once."""
-
-    peak = at_most = 0  # the second: of what is alive now, and what has died since it was last looked at
+class Peak(PeakBytes):
+    """Watches what is in subclasses of tensors, not these."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, (DTensor, funcol.AsyncCollectiveTensor)) for kind in types):
             return NotImplemented
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.at_most > self.peak:
-            self.seen = {key: one for key, one in self.seen.items() if not one[0].expired()}
-            self.at_most = self.bytes()
-            self.peak = max(self.peak, self.at_most)
-        return out
-
-    def watch(self, tensor: Tensor) -> None:
-        """Count this tensor's storage too."""
-        super().watch(tensor)
-        self.at_most += tensor.untyped_storage().nbytes()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 # The engines: each is made of a way, and runs steps.
@@ -310,11 +294,11 @@ def _unsynchronized(model: Any, is_last: bool) -> contextlib.AbstractContextMana
     return contextlib.nullcontext() if is_last else model.no_sync()
 
 
-def ddp(apply: Apply, **more: Any) -> Engine:
+def ddp(apply: Apply, more: dict[str, Any] | None = None, **options: Any) -> Engine:
     """Data parallel."""
     model = Model()
     apply(model)
-    return Engine(DistributedDataParallel(model), **more)
+    return Engine(DistributedDataParallel(model, **options), **(more or {}))
 
 
 def fsdp2(
@@ -447,7 +431,10 @@ _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 _ACCUMULATING = {"micro_batches": 2, "enter": _synchronized}
 ENGINES: dict[str, Callable[[Apply], Engine]] = {
     "ddp": ddp,
-    "ddp_accumulate": functools.partial(ddp, micro_batches=2, enter=_unsynchronized),
+    "ddp_accumulate": functools.partial(ddp, more={"micro_batches": 2, "enter": _unsynchronized}),
+    "ddp_views": functools.partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.001),
+    "ddp_unused": functools.partial(ddp, find_unused_parameters=True),
+    "ddp_static": functools.partial(ddp, static_graph=True),
     "fsdp2": fsdp2,
     "fsdp2_keep": functools.partial(fsdp2, reshard_after_forward=False),
     "fsdp2_bf16": functools.partial(fsdp2, mp_policy=_BF16),

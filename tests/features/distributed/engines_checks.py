@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_remat as remat
-from tests.features.distributed.engines import ENGINES, WAYS, Block, Model, check, fsdp1, fsdp2, local
+from tests.features.distributed.engines import ENGINES, WAYS, Block, Model, check, fsdp1, fsdp2
 from tests.helpers import no_other_regions
 
-SAVE = remat.policies.never_replay_effects
+SAVE, SAVE_COLLECTIVES = remat.policies.never_replay_effects, remat.policies.save_collectives(all_gathers=True)
 
 
 @check
@@ -113,8 +112,8 @@ def saved_collectives_do_not_run_again() -> None:
     }  # fmt: skip
     for name, program in programs.items():
         expected, names = _runs(program, lambda function: function, 2 * world)
-        for how in ("default", "bitwise"):
-            actual, again = _runs(program, remat.checkpoint(policy=SAVE, determinism_check=how), 2 * world)
+        for policy, how in ((SAVE, "default"), (SAVE, "bitwise"), (SAVE_COLLECTIVES, "default")):
+            actual, again = _runs(program, remat.checkpoint(policy=policy, determinism_check=how), 2 * world)
             assert all(map(torch.equal, expected, actual)), f"{name}: gradients differ"
             assert again == names, f"{name}: {again} instead of {names}"
 
@@ -162,31 +161,15 @@ def dtr_runs_in_a_stage_of_a_pipeline() -> None:
     assert all(map(torch.equal, expected, actual))
 
 
-DDP_SETTINGS: list[dict[str, Any]] = [
-    {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-]
-
-
 @check
-def settings_of_ddp() -> None:
-    """Regions under each setting of DDP, and a region around it."""
-    torch_ddp = torch.nn.parallel.DistributedDataParallel
-    for settings in [*DDP_SETTINGS, {}]:
-        found = []
-        for way in ("none", "modules"):
-            model = Model()
-            if settings:
-                WAYS[way](model)
-            wrapped = torch_ddp(model, **settings)
-            run = remat.checkpoint()(wrapped) if way == "modules" and not settings else wrapped
-            for step in range(3):
-                torch.manual_seed(step + dist.get_rank())
-                model.zero_grad()
-                run(torch.randn(2, 8, 64)).square().mean().backward()
-            found.append([local(parameter.grad) for parameter in model.parameters()])
-        assert all(map(torch.equal, *found)), settings
+def a_region_around_ddp_trains_as_without() -> None:
+    """The wrapper runs again in backward."""
+    found = []
+    for wrap in (lambda module: module, remat.checkpoint()):
+        engine = ENGINES["ddp"](WAYS["none"])
+        engine.forward = wrap(engine.model)
+        found.append(engine.step(0) + engine.step(1))
+    assert all(map(torch.equal, *found))
 
 
 @check

@@ -17,31 +17,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torch_remat as remat
 from tests.features.distributed.engines import check
+from tests.integrations.models import FAMILIES, VOCABULARY
 
 EXAMPLES = str(Path(__file__).parents[3] / "docs" / "examples")
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "vocab_size": 32,
-    "attention_dropout": 0.1,
-}
 
 
-def _scale(tensor: int) -> str:
-    """Measure the peak of each rank in pipelines whose stages are split over ``tensor`` ranks each."""
+@check
+def scale() -> str:
+    """Measure the peak of each rank in pipelines of two stages, which four ranks split in two each."""
     sys.path.insert(0, EXAMPLES)
-    import scale
+    import scale as example
     import schedules
 
     warnings.filterwarnings("ignore")
     world = dist.get_world_size()
-    layout = scale.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
+    tensor = world // 2
+    layout = example.Layout(tensor=tensor, sequence=tensor > 1, pipeline=world // tensor)
     mesh = init_device_mesh("cpu", (layout.pipeline, tensor), mesh_dim_names=("pipeline", "tensor"))
     found = {
-        schedule: schedules.measure(schedule, scale.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
-        for schedule in scale.SCHEDULES
+        schedule: schedules.measure(schedule, example.all_blocks, layout, mesh["pipeline"], mesh["tensor"])
+        for schedule in example.SCHEDULES
     }
     every: list[Any] = [None] * world
     dist.all_gather_object(every, found)
@@ -56,7 +51,7 @@ def _losses(version: int, enable: Callable[[torch.nn.Module], Any]) -> tuple[lis
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).train()
+    model = LlamaForCausalLM(LlamaConfig(**FAMILIES["Llama"].sizes)).train()
     enable(model)
     AcceleratorState._reset_state(True)
     plugin = FullyShardedDataParallelPlugin(
@@ -73,7 +68,7 @@ def _losses(version: int, enable: Callable[[torch.nn.Module], Any]) -> tuple[lis
     torch.manual_seed(10 + dist.get_rank())
     losses, names = [], []
     for _ in range(3):
-        tokens = torch.randint(32, (2, 6))
+        tokens = torch.randint(VOCABULARY, (2, 6))
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         names = [region.name for region in remat.memory_report(loss).regions]
         accelerator.backward(loss)
@@ -93,21 +88,9 @@ def accelerate() -> None:
     for version in (2, 1):
         expected, _ = _losses(version, lambda model: None)
         for layers, enable in (
-            (3, functools.partial(remat.enable_gradient_checkpointing, policy=remat.policies.save_matmuls)),
-            (2, functools.partial(remat.checkpoint_modules, patterns="model.layers.*", keep_last=1)),
+            (2, functools.partial(remat.enable_gradient_checkpointing, policy=remat.policies.save_matmuls)),
+            (1, functools.partial(remat.checkpoint_modules, patterns="model.layers.*", keep_last=1)),
         ):
             losses, names = _losses(version, enable)
             assert losses == expected, (version, losses, expected)
             assert names == [f"model.layers.{index}" for index in range(layers)], names
-
-
-@check
-def scale() -> str:
-    """Whole stages."""
-    return _scale(1)
-
-
-@check
-def scale_split() -> str:
-    """Stages split in two."""
-    return _scale(2)

@@ -84,45 +84,44 @@ def write(directory, rank, *rows, end="\n"):
     (directory / f"rank-{rank}.jsonl").write_text("\n".join(lines) + end)
 
 
-REDUCE = ("all_reduce", "float32[4]", [0, 1], "a")
-GATHER = ("all_gather_into_tensor", "float32[4]", [0, 1], "")
+def row(op, ranks=(0, 1), size=4, region=""):
+    return op, f"float32[{size}]", ranks, region
 
 
-def test_first_difference_is_told_by_group(tmp_path):
-    other = ("all_reduce", "float32[1]", [0, 2], "")
-    write(tmp_path, 0, REDUCE, other, GATHER)
-    write(tmp_path, 1, REDUCE, REDUCE)
-    write(tmp_path, 2, other)
-    assert remat.testing.compare_collectives(tmp_path) == (
-        "ranks 0, 1 differ from their call 2 on:\n"
-        "  rank 0: all_gather_into_tensor float32[4] (forward), call 3 of its list\n"
-        "  rank 1: all_reduce float32[4] (forward of a), call 2 of its list"
-    )
+REDUCE, GATHER = row("all_reduce", region="a"), row("all_gather_into_tensor")
+DIFFER = "ranks 0, 1 differ from their call {} on:\n  rank 0: {}\n  rank 1: {}"
+A_GATHER = "all_gather_into_tensor float32[{}] (forward), call {} of its list"
+# The lists of ranks, and the text.
+LISTS = {
+    "by group": (
+        [[REDUCE, row("all_reduce", (0, 2)), GATHER], [REDUCE, REDUCE], [row("all_reduce", (0, 2))]],
+        DIFFER.format(2, A_GATHER.format(4, 3), "all_reduce float32[4] (forward of a), call 2 of its list"),
+    ),
+    "a list that ends": ([[REDUCE], [REDUCE, GATHER]], DIFFER.format(2, "no further call", A_GATHER.format(4, 2))),
+    "sends": ([[REDUCE, row("send")], [row("recv_"), REDUCE]], None),
+    "shapes": (
+        [[row("all_gather_into_tensor", size=size)] for size in (1, 2)],
+        DIFFER.format(1, A_GATHER.format(1, 1), A_GATHER.format(2, 1)),
+    ),
+    "shapes that ranks may choose": ([[row("all_to_all_single", size=size)] for size in (1, 2)], None),
+    "shapes that ranks may choose, in place": ([[row("alltoall_base_", size=size)] for size in (1, 2)], None),
+}
 
 
-def test_other_shapes_are_a_difference_but_where_ranks_may_give_others(tmp_path):
-    def compared(op):
-        for rank in range(2):
-            write(tmp_path, rank, (op, f"float32[{rank}]", [0, 1], ""))
-        return remat.testing.compare_collectives(tmp_path)
-
-    assert "differ from their call 1" in compared("all_reduce")
-    assert "differ from their call 1" in compared("all_gather_into_tensor")
-    assert compared("all_to_all_single") is None
-    assert compared("alltoall_base_") is None
+@pytest.mark.parametrize("case", LISTS)
+def test_first_difference_of_a_group_is_told(tmp_path, case):
+    lists, text = LISTS[case]
+    for rank, rows in enumerate(lists):
+        write(tmp_path, rank, *rows)
+    assert remat.testing.compare_collectives(tmp_path) == text
 
 
-def test_ends_of_lists(tmp_path):
+def test_lists_that_are_missing_or_cut_off(tmp_path):
     with pytest.raises(remat.UsageError, match="no process has written"):
         remat.testing.compare_collectives(tmp_path)
     write(tmp_path, 0, REDUCE)
-    write(tmp_path, 1, REDUCE, GATHER)
-    text = remat.testing.compare_collectives(str(tmp_path))
-    assert "rank 0: no further call\n  rank 1: all_gather_into_tensor" in text
-    # Sends, and the last line of a killed process, are passed over.
-    write(tmp_path, 0, REDUCE, ("send", "float32[4]", [0, 1], ""))
-    write(tmp_path, 1, ("recv_", "float32[4]", [0, 1], ""), REDUCE, GATHER, end="")
-    assert remat.testing.compare_collectives(tmp_path) is None
+    write(tmp_path, 1, REDUCE, GATHER, end="")  # of a process that was killed as it wrote
+    assert remat.testing.compare_collectives(str(tmp_path)) is None
 
 
 @pytest.mark.usefixtures("_process_group")

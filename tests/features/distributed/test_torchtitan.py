@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torch_remat as remat
-from tests.helpers import CountOps, no_other_regions
+from tests.helpers import CountOps, assert_same, no_other_regions, parameter_gradients
 
 aten = torch.ops.aten
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "torchtitan_ac.py"
@@ -63,26 +63,14 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        linear = functools.partial(nn.Linear, bias=False)
-        self.wq, self.wk, self.wo = (linear(8, 8) for _ in range(3))
-        router = nn.ModuleDict({"gate": linear(8, 4)})
-        self.moe = nn.ModuleDict({"router": router, "up": linear(8, 16), "down": linear(16, 8)})
+        linear = functools.partial(nn.Linear, 8, bias=False)
+        self.wq, self.wk, self.wo, self.up, self.down = (linear(8) for _ in range(5))
+        self.moe = nn.ModuleDict({"router": nn.ModuleDict({"gate": linear(4)})})
 
     def forward(self, x):
         x = x + self.wo((self.wq(x).sigmoid() * self.wk(x)).tanh())
         scores = self.moe["router"]["gate"](x).topk(2).values.sum(-1, keepdim=True)
-        return nn.functional.dropout((x + scores * self.moe["down"](self.moe["up"](x).relu())).tanh(), 0.2)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleDict({str(index): Layer() for index in range(3)})
-
-    def forward(self, x):
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
+        return nn.functional.dropout((x + scores * self.down(self.up(x).relu())).tanh(), 0.2)
 
 
 def step(model):
@@ -92,18 +80,18 @@ def step(model):
         names = [region.name for region in remat.memory_report(y).regions]
     with CountOps() as ops:
         y.square().sum().backward()
-    return [y.detach(), *(parameter.grad for parameter in model.parameters())], ops.counts, names
+    return [y.detach(), *parameter_gradients(model)], ops.counts, names
 
 
 def test_it_trains_as_without_and_products_that_the_policy_saves_do_not_run_again(of_docs):
-    torch.manual_seed(0)
-    plain = Model()
+    plain = nn.Sequential()
+    plain.layers = nn.Sequential(*(Layer() for _ in range(3)))
     expected, before, _ = step(copy.deepcopy(plain))
     for config, layers in ((of_docs.Config(), 3), (of_docs.Config(keep_last=1), 2)):
         model = copy.deepcopy(plain)
         of_docs(config).apply(model)
         actual, counts, names = step(model)
-        assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+        assert_same(expected, actual)
         assert names == [f"layers.{index}" for index in range(layers)]
         # Of wq, wk, wo, up, down the 1st, 3rd and 5th are saved; the gate is not counted, and only topk reads it.
         assert counts["mm"] - before["mm"] == 2 * layers

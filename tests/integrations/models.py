@@ -1,11 +1,15 @@
-"""Models of `transformers`: many families, tiny, with random weights and dropout, and an input for each."""
+"""Models of `transformers` and `pytorchcv`: many families, tiny, with random weights, dropout and an input for each.
+
+Those of `pytorchcv` have batch norm and in-place activations. `torchvision` and `timm` need the build of `torchvision`
+that belongs to the build of torch: another one is an error on import, also when `transformers` is imported beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +26,6 @@ _SOUND = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "nu
 _SOUND |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0}
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _HIDDEN = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-_SQUARE = {**_SIZES, **_HIDDEN, "image_size": 8, "patch_size": 4}
 
 
 def _tokens(length: int = 6) -> Tensor:
@@ -49,6 +52,10 @@ def _image(side: int = 8) -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, side, side)}
 
 
+def _images() -> dict[str, Any]:
+    return {"x": torch.randn(4, 3, 32, 32)}
+
+
 def _sound() -> dict[str, Any]:
     return {"input_values": torch.randn(2, 200)}
 
@@ -60,17 +67,15 @@ class Family(NamedTuple):
         sizes: Arguments of its configuration.
         inputs: Makes its input.
         layers: A pattern for each of its stacks of layers.
-        options: Arguments of the model besides the configuration.
         own: Whether it has gradient checkpointing of its own, which runs these layers.
-        statistics: Whether its layers change buffers in forward.
+        module: The module of `pytorchcv.models` that has it; None for a model of `transformers`.
     """
 
     sizes: dict[str, Any]
     inputs: Callable[[], dict[str, Any]]
     layers: tuple[str, ...] = ("layers.*",)
-    options: Mapping[str, Any] = MappingProxyType({})
     own: bool = True
-    statistics: bool = False
+    module: str | None = None
 
 
 _STACKS = ("encoder.layers.*", "decoder.layers.*")
@@ -115,7 +120,6 @@ _STATES = {
     ),
 }
 _VISION = {
-    "ViT": Family(_SQUARE, _image, options={"add_pooling_layer": False}),
     "Swin": Family(
         {
             **_HIDDEN,
@@ -140,7 +144,6 @@ _VISION = {
         {"image_size": 32, "hidden_sizes": [8] * 3, "neck_hidden_sizes": [8] * 7, "num_attention_heads": 2, **_HIDDEN},
         lambda: _image(32),
         ("encoder.layer.[234]",),
-        statistics=True,
     ),
     "CLIP": Family(
         {
@@ -153,24 +156,49 @@ _VISION = {
     ),
 }
 _SPEECH = {
-    "Wav2Vec2Conformer": Family(
-        {**_SOUND, "conv_depthwise_kernel_size": 3}, _sound, ("encoder.layers.*",), statistics=True
+    "Wav2Vec2Conformer": Family({**_SOUND, "conv_depthwise_kernel_size": 3}, _sound, ("encoder.layers.*",)),
+}
+_UNITS = ("features.stage?.*",)  # residual units, and the transitions between dense blocks
+_THREE_STAGES = {"channels": [[8, 8], [16], [16]], "init_block_channels": 8}
+_CHOICES: dict[str, Any] = {key: [[0, 1], [1], [0]] for key in ("kernels3", "use_relu", "use_se")}
+_CHOICES |= {"exp_channels": [[16, 16], [32], [32]], "first_stride": False, "final_use_se": False}
+_CONVOLUTIONS = {
+    "ResNet": Family(
+        {**_THREE_STAGES, "bottleneck": False, "conv1_stride": True}, _images, _UNITS, own=False, module="resnet"
     ),
-    "Whisper": Family(
-        {**_TWO_STACKS, **_SPECIAL, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-        lambda: {"input_features": torch.randn(2, 8, 16), "decoder_input_ids": _tokens(5), "use_cache": False},
-        _STACKS,
+    "MobileNetV3": Family(
+        {**_THREE_STAGES, **_CHOICES, "final_block_channels": 16, "classifier_mid_channels": 16},
+        _images,
+        _UNITS,
+        own=False,
+        module="mobilenetv3",
+    ),
+    "DenseNet": Family(
+        {"channels": [[12, 16], [12, 16]], "init_block_channels": 8, "dropout_rate": 0.2},
+        _images,
+        ("features.stage?",),
+        own=False,
+        module="densenet",
     ),
 }
-FAMILIES = _DECODERS | _ENCODERS | _ENCODER_DECODERS | _MIXTURES | _STATES | _VISION | _SPEECH
+FAMILIES = _DECODERS | _ENCODERS | _ENCODER_DECODERS | _MIXTURES | _STATES | _VISION | _SPEECH | _CONVOLUTIONS
 
 
-def build(transformers: Any, name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a model in training mode, and its input."""
+def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model in training mode, and its input; skip the test where its library is missing."""
     family = FAMILIES[name]
+    if family.module is None:
+        library = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = getattr(library, f"{name}Config")(**family.sizes)
+        return getattr(library, f"{name}Model")(config).train(), family.inputs()
+    library = pytest.importorskip(f"pytorchcv.models.{family.module}")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**family.sizes)
-    model: nn.Module = getattr(transformers, f"{name}Model")(config, **family.options)
+    model: nn.Module = getattr(library, name)(**family.sizes, num_classes=4)
+    model.features.final_pool = nn.AdaptiveAvgPool2d(1)  # theirs is for large images
+    for parameter in model.parameters():  # biases and factors that are not all alike
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
     return model.train(), family.inputs()
 
 
@@ -183,7 +211,7 @@ def train_step(model: nn.Module, inputs: dict[str, Any], autocast: bool = False)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = model(**inputs)
-        first = output[0].float()
+        first = (output if isinstance(output, Tensor) else output[0]).float()
         loss = (first * torch.linspace(-1, 1, first.numel()).view_as(first)).square().mean()
     loss.backward()
     gradients = [torch.tensor(torch.nan) if p.grad is None else p.grad for p in model.parameters()]
