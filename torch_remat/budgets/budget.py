@@ -362,12 +362,8 @@ class Budget(Data, Pictured):
         while self.ledger.total > self.limit:
             found = self._cheapest(passed_over)
             if found is not None:
-                total = self.ledger.total
                 if not found.lower(found.next_rung()):
                     passed_over.add(found)  # backward is there
-                    continue
-                for observer in observers:
-                    observer.gave_up(found.region(), total - self.ledger.total, self.ledger.total)
             elif self._changed:
                 self._changed = False
                 self.refresh()
@@ -452,10 +448,6 @@ class Budget(Data, Pictured):
         again = self.steps[-1].sum_of("recomputed_bytes") if self.steps else 0
         kept = f"{format_bytes(self.ledger.total)} of a budget of {self.told}"
         return f"by regions: {kept}, {format_bytes(again)} recomputed in this step"
-
-    def state(self) -> tuple[int, int, int] | None:
-        """Return the bytes kept now, the limit, and the budget, for traces; None without a limit."""
-        return None if self.limit >= UNLIMITED else (self.kept_bytes, int(self.limit), self.budget_bytes)
 
     def report(self) -> str:
         """Return what happened, as text: the latest steps, and for the last whole one a line for each region."""

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.profiler import ProfilerActivity, profile
-
-from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
+from torch_remat._compat import eager_only
 from torch_remat._util.text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.report import Block, Pictured, Report
 from torch_remat.reports.timeline import (
-    MARK,
-    BudgetState,
-    GivenUp,
     Phase,
     Recorder,
     Sample,
     Span,
-    events_in,
-    timeline_of,
-)  # fmt: skip
-from torch_remat.reports.watch import observed_by
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,10 +28,8 @@ if TYPE_CHECKING:
 
 _PHASES: tuple[Phase, ...] = ("forward", "replay", "backward")
 _TIMES = [f"{phase} ms" for phase in _PHASES]
-_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "evicted", "offloaded", "freed", "live", "peak"]
-_MOST_GIVEN = 12
-"""How many lines show what budgets evicted."""
-_LEGEND = "means of the calls; freed: in backward; live: at most after forward; peak: at most at any moment"
+_TRACE_HEAD = ["", "calls", *_TIMES, "kept", "offloaded", "live", "peak"]
+_LEGEND = "means of the calls; live: at most after forward; peak: at most at any moment"
 
 
 _RECORDS = "it still records"
@@ -57,18 +46,16 @@ class Trace(Report, Pictured):
         duration_us: How long the trace took.
         spans: Phases of regions and ops, in the order in which they began.
         samples: Live bytes, in order.
-        given_up: What budgets evicted in the middle of steps, in order.
         phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
             rest is forward.
-        budgets: The state of budgets at the end.
+        has_compiled: Whether compiled code ran, which torch 2.13 and newer say: then bytes on the CPU are not complete.
     """
 
     duration_us: float = 0.0
     spans: Sequence[Span] = ()
     samples: Sequence[Sample] = ()
-    given_up: Sequence[GivenUp] = ()
     phases: Sequence[tuple[str, float, float]] = ()
-    budgets: Sequence[BudgetState] = ()
+    has_compiled: bool = False
 
     _is_over = False  # no field
 
@@ -116,21 +103,12 @@ class Trace(Report, Pictured):
         return f"{text}, {most}, {format_bytes(self.samples[-1].total_bytes)} alive at the end"
 
     def blocks(self) -> list[Block]:
-        """Return a line for each region, and each op in it, what budgets evicted, and their state."""
+        """Return a line for each region, and each op in it."""
         blocks = [Block([self._headline()])]
         if rows := _table(self):
             blocks += [Block([""], rows, range(1, len(rows[0]))), Block([_LEGEND])]
-        if self.budgets:
-            told = [
-                f"budget of {format_bytes(one.budget_bytes)}, limit {format_bytes(one.limit_bytes)}: "
-                f"{format_bytes(one.kept_bytes)} kept by its regions at the end"
-                for one in self.budgets
-            ]
-            given, rest = self.given_up[:_MOST_GIVEN], self.given_up[_MOST_GIVEN:]
-            head = ["", *told, *(["evicted:"] if given else [])]
-            blocks.append(Block(head, list(map(_given_cells, given)), (0, 2), 2))
-            if rest:
-                blocks.append(Block([f"  and {len(rest)} more times: {format_bytes(sum(one.bytes for one in rest))}"]))
+        if self.has_compiled:
+            blocks.append(Block(["compiled code ran: what it allocates on the CPU is not counted in full"]))
         return blocks
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,19 +149,20 @@ class Trace(Report, Pictured):
 @eager_only
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record forward, replay and backward of each region and op inside, with every allocation.
+    """Record forward, replay and backward of each region and op inside, and the bytes alive meanwhile.
 
-    `torch.profiler` runs meanwhile, so each op takes some microseconds longer, and no other profiler may run. Bytes are
-    exact: the allocators of all devices report each block. Blocks that were there before do not count. On an
-    accelerator, times are those of the host, which runs ahead of the device. Work of Python threads other than the
-    caller's and autograd's is not in the trace.
+    A dispatch mode runs meanwhile, so each op takes 10 to 30 microseconds longer. It counts the storages that ops make,
+    as long as they live; those that were there before do not count. What it does not see: memory that a kernel frees
+    before it returns, what compiled code and other libraries allocate, and storages that are resized, as those of FSDP
+    are. Sums of gradients, which autograd else adds up in place, count as new tensors.
+
+    With CUDA the bytes are those of its allocator, which sees all of that: from the beginning on, with what was there
+    before. Its peak statistics are reset. Times are those of the host, which runs ahead of the device. Work of Python
+    threads other than the caller's and autograd's is not in the trace.
 
     Yields:
         The trace, to be read once the block has been left, also where an error leaves it: ``print(trace)``,
         ``trace.plot("step.png")``, ``trace.to_chrome_trace("step.json")``, ``trace.spans``. It keeps no tensor.
-
-    Raises:
-        UsageError: A profiler runs already. Its profile has the ranges of regions and ops in any case.
 
     Example:
         >>> import torch
@@ -194,48 +173,22 @@ def trace() -> Iterator[Trace]:
         >>> [span.phase for span in trace.spans]
         ['forward', 'replay', 'backward']
     """
-    if any_profiler_runs():
-        raise UsageError(
-            "trace() needs torch.profiler, and a profiler runs already",
-            remedy="Use one of them: a profile has ranges of regions and ops (`remat::region::op [replay]`) as well.",
-        )
     result, recorder = Trace(), Recorder()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     try:
-        with profiler, observed_by(recorder), ProfilerRange(f"{MARK}all"):
-            try:
-                yield result
-            finally:
-                recorder.look_for_gone()
-    except BaseException:
-        with suppress(Exception):  # what happened up to the error; the error itself must pass
-            _read(profiler, recorder, result)
-        raise
-    _read(profiler, recorder, result)
-
-
-def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
-    profiled: Any = profiler.profiler
-    events = events_in(profiled.kineto_results.experimental_event_tree())
-    result.fill(*timeline_of(events, recorder.notes), recorder.budgets())
+        with recorder.recording():
+            yield result
+    finally:
+        result.fill(*recorder.recorded())
 
 
 def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield a trace's events: spans, changes of live bytes, what budgets evicted, and names."""
+    """Yield a trace's events: spans, changes of live bytes, and names."""
     yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch_remat"}}
     for span in trace.spans:
         what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase, "args": asdict(span)}
         yield {**what, "pid": 1, "tid": span.thread, "ts": span.start_us, "dur": span.duration_us}
     for sample in trace.samples:
         yield {"ph": "C", "name": "live bytes", "pid": 1, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
-    for one in trace.given_up:
-        what = {"ph": "i", "name": f"{one.region} [evicted]", "s": "p", "args": asdict(one)}
-        yield {**what, "pid": 1, "tid": 0, "ts": one.time_us}
-
-
-def _given_cells(one: GivenUp) -> list[str]:
-    left = f"{format_bytes(one.kept_bytes)} kept then"
-    return [f"{one.time_us / 1000:.1f} ms", one.region, format_bytes(one.bytes), left]
 
 
 def _table(trace: Trace) -> list[list[str]]:
@@ -248,14 +201,9 @@ def _table(trace: Trace) -> list[list[str]]:
         lines: dict[str | None, list[Span]] = {None: []}
         for span in sorted(spans, key=lambda span: span.start_us):
             lines.setdefault(span.op, []).append(span)
-        calls = {span.call for span in spans}
-        given = [one for one in trace.given_up if one.call in calls]
-        for op, line in lines.items():
-            cells = _trace_cells(line, given if op is None else [])
-            rows.append([label if op is None else f"  {op}", *cells])
+        rows += [[label if op is None else f"  {op}", *_trace_cells(line)] for op, line in lines.items()]
     offloads = any(one.offloaded_bytes for one in trace.spans)
-    is_there = {"evicted": bool(trace.given_up), "offloaded": offloads}
-    shown = [place for place, title in enumerate(_TRACE_HEAD) if is_there.get(title, True)]
+    shown = [place for place, title in enumerate(_TRACE_HEAD) if offloads or title != "offloaded"]
     return [[row[place] for place in shown] for row in rows]
 
 
@@ -274,10 +222,10 @@ def _shape(spans: Sequence[Span]) -> set[tuple[str | None, Phase, int, int]]:
     return {(span.op, span.phase, span.kept_bytes, span.offloaded_bytes) for span in ran}
 
 
-def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
+def _trace_cells(spans: Sequence[Span]) -> list[str]:
     count = len({span.call for span in spans})
     of = {phase: [span for span in spans if span.phase == phase] for phase in _PHASES}
-    ran, after = of["forward"], of["backward"]
+    ran = of["forward"]
 
     def mean(sizes: Sequence[int]) -> str:
         return format_bytes(sum(sizes) // count) if sizes else "-"
@@ -286,9 +234,7 @@ def _trace_cells(spans: Sequence[Span], given: Sequence[GivenUp]) -> list[str]:
         str(count),
         *(f"{sum(one.duration_us for one in of[p]) / count / 1000:.3f}" if of[p] else "-" for p in _PHASES),
         mean([span.kept_bytes for span in ran]),
-        mean([one.bytes for one in given]),
         mean([span.offloaded_bytes for span in ran]),
-        mean([span.freed_bytes for span in after]),
         format_bytes(max(span.live_bytes for span in ran)) if ran else "-",
         format_bytes(max((span.peak_bytes for span in spans), default=0)),
     ]
@@ -307,10 +253,6 @@ def _draw_curve(trace: Trace, axes: Axes) -> None:
             axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
     axes.set_ylabel(f"live {name} (since the trace began)")
     marked: dict[str, Any] = {"color": GREY, "edgecolor": INK, "zorder": 3, "clip_on": False}
-    if trace.given_up:
-        when = [one.time_us / 1000 for one in trace.given_up]
-        at = [live[bisect_right(times, time) - 1] for time in when]
-        axes.scatter(when, at, label="a budget gave something up", marker="v", **marked)
     if peak is not None:
         told = f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}"
         axes.scatter([peak.time_us / 1000], [peak.total_bytes / unit], label="peak", marker="o", **marked)

@@ -327,44 +327,6 @@ def test_what_may_be_sent_away_is_asked_anew_in_each_step(monkeypatch):
             del loss
 
 
-def test_trace_shows_what_a_budget_evicted_and_how_it_stood(tmp_path):
-    budget, model, x, w = remat.budget(2**40, reserve=0), Parts(), leaf(32, 16), leaf(16, 512)
-    model.wrap = checkpointed
-    saved = remat.checkpoint(policy=[torch.ops.aten.mm.default], region_name="head")(lambda x: (x @ w).sin())
-    with budget:
-        for _ in range(RECORDED):
-            step(model, x)
-    rungs = budget.steps[-1].rows[0].part.ladder.rungs
-    budget.limit = budget.budget_bytes = 3 * rungs[-2].bytes + 64 * 2**10
-    with budget, remat.trace() as trace:
-        loss = saved(model(x)).square().mean()
-        evicted_bytes = budget.steps[-1].sum_of("lowered_bytes")
-        limit = int(budget.limit)
-        assert budget.kept_bytes <= limit
-        loss.backward()
-        del loss
-    assert sum(one.bytes for one in trace.given_up) == evicted_bytes > 0
-    assert {(one.region, one.call) for one in trace.given_up} <= {(f"blocks.{at}", at) for at in range(3)}
-    assert trace.given_up[-1].kept_bytes <= limit
-    before = [span for span in trace.spans if span.end_us <= trace.given_up[0].time_us]
-    assert (before[-1].region, before[-1].phase) == ("head", "forward")
-    (state,) = trace.budgets
-    assert (state.kept_bytes, state.limit_bytes, state.budget_bytes) == (0, limit, limit)
-    text = str(trace)
-    assert ": 0 B kept by its regions at the end" in text
-    assert "evicted:" in text
-    assert trace.given_up[0].region in text
-    assert "budget of" in trace._repr_html_()
-    data = json.loads(trace.to_json())
-    assert data["given_up"][0].keys() == {"region", "call", "time_us", "bytes", "kept_bytes"}
-    assert data["budgets"] == [{"kept_bytes": 0, "limit_bytes": limit, "budget_bytes": limit}]
-    trace.to_chrome_trace(tmp_path / "step.json")
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    assert sum(event["args"]["bytes"] for event in events if event["ph"] == "i") == evicted_bytes
-    pytest.importorskip("matplotlib")
-    trace.plot(tmp_path / "step.png")
-
-
 def test_memory_report_tells_how_the_budget_stands():
     budget, blocks = remat.budget("5 KiB", reserve=0), [Mlp() for _ in range(3)]
     run_steps(budget, 2, blocks)
