@@ -35,6 +35,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torch_remat._compat import (
+    OF_TRACES,
     CompiledCode,
     DispatchMode,
     accelerator_type,
@@ -202,6 +203,8 @@ class Recorder(DispatchMode):
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an op, and count what it makes; what a subclass of tensors makes of it comes as ops of their own."""
+        if not OF_TRACES.isdisjoint(types):  # nothing has memory
+            return op(*args, **(kwargs or {}))
         if not USUAL.issuperset(types):
             return NotImplemented
         task, start = graph_task(), perf_counter_ns()
