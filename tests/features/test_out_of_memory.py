@@ -191,10 +191,21 @@ def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
     assert text.splitlines()[-1].startswith("To keep less: smaller regions")
 
 
+def test_line_to_add_names_each_list_of_layers_and_no_list_inside_of_one(capsys):
+    model = Layers()
+    model.down, model.up = (torch.nn.ModuleList([Layers()]) for _ in range(2))
+    del model.blocks
+    model.blocks = model.down[0].blocks
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    assert capsys.readouterr().err.rstrip().endswith("remat.checkpoint_modules(model, ['down.*', 'up.*'])")
+
+
 def test_code_that_keeps_nothing_is_told_how_to_see_more(capsys):
     with pytest.raises(RuntimeError), remat.report_on_oom():
         allocate_too_much()
-    assert capsys.readouterr().err.splitlines()[-1].startswith("No region is alive.")
+    assert "0 B (no region is alive" in (text := capsys.readouterr().err)
+    assert text.splitlines()[-1].startswith("What plain code keeps")
 
 
 def test_a_frame_that_goes_on_keeps_no_variable_alive():

@@ -7,7 +7,7 @@ the others take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from torch_remat.reports.data import OpReport, RegionReport, report_of
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.report import Block, Report, format_sum
 
-_MOST_NAMES = 2  # of a rung in a line of text
+_MOST_NAMES = 2  # in a line of text
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,15 @@ class Explanation(Report):
 
     def blocks(self) -> list[Block]:
         """Return the explanation, regions that are alike once."""
-        groups = fold_series(self.regions, lambda region: region.name, lambda region: replace(region, name=""))
-        blocks = [block for label, group in groups for block in _blocks_of(label, group[0], len(group))]
+        alike: dict[RegionExplanation, list[str]] = {}
+        for region in self.regions:
+            alike.setdefault(replace(region, name=""), []).append(region.name)
+        blocks = [block for region, names in alike.items() for block in _blocks_of(names, region)]
         return blocks[:-1] or [Block(["no region ran"])]
 
 
-def _blocks_of(label: str, region: RegionExplanation, count: int) -> Iterator[Block]:
+def _blocks_of(names: Sequence[str], region: RegionExplanation) -> Iterator[Block]:
+    count, label = len(names), _some(label for label, _ in fold_series(names, str, len))
     keeps = f"keeps {format_sum(region.kept_bytes, region.offloaded_bytes)}"
     keeps += f", of which {format_bytes(region.input_bytes)} inputs"
     if region.whole_bytes:
@@ -158,10 +161,14 @@ def _call_cells(call: PricedCall) -> list[str]:
 
 
 def _rung_cells(number: int, rung: PricedRung) -> list[str]:
-    more = len(rung.added) - _MOST_NAMES
-    added = ", ".join(rung.added[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    added = _some(rung.added)
     price = f"{rung.price * 2**20 * 1e3:.3f}" if rung.price else ""
     return [str(number), format_bytes(rung.bytes), _ms(rung.seconds), price, "all" if rung.is_plain else added]
+
+
+def _some(names: Iterable[str]) -> str:
+    first, rest = (found := list(names))[:_MOST_NAMES], found[_MOST_NAMES:]
+    return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
 
 
 def _ms(seconds: float) -> str:
