@@ -108,10 +108,7 @@ def look(trainer: Trainer, batch: tuple[Tensor, Tensor], out: Path) -> None:
     report.plot(out / "memory_report.png")
     (out / "trace.txt").write_text(f"{trace}\n")
     trace.plot(out / "trace.png")
-    trace.to_chrome_trace(out / "trace.json")
-    print(
-        f"\n{report}\n\n{trace}\n\nSaved with pictures, for Perfetto and as data: {out}/trace.*, {out}/memory_report.*"
-    )
+    print(f"\n{report}\n\n{trace}\n\nSaved with pictures: {out}/trace.*, {out}/memory_report.*")
 
 
 def train(trainers: dict[str, Trainer], batches: Batches, steps: int, every: int) -> None:

@@ -73,7 +73,7 @@ def run_block(name: str, block: nn.Module, x: Tensor) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Take a step under each of the tools; print what they say and save the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("look-output"), help="folder for the pictures and the trace")
+    parser.add_argument("--out", type=Path, default=Path("look-output"), help="folder for the pictures")
     parser.add_argument("--batch", type=int, default=8, help="sequences in the batch")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model(tokens, tokens).backward()
     print(trace, end="\n\n")
     trace.plot(options.out / "trace.png")
-    trace.to_chrome_trace(options.out / "trace.json")
 
     plain = GPT(GPTConfig(dropout=0.0), lambda name, block, x: remat.checkpoint(region_name=name)(block)(x))
     print(remat.explain(plain)(tokens, tokens))

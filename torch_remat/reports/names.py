@@ -22,7 +22,7 @@ from torch_remat.dispatch.ops.entry import ONE, WRITTEN, Entry
 from torch_remat.dispatch.ops.meta import Meta, Raised, WrapperMeta
 from torch_remat.dispatch.options import Options
 from torch_remat.dispatch.region.forward import Recording, run_region
-from torch_remat.dispatch.region.inputs import leaves_of, with_leaves
+from torch_remat.dispatch.region.inputs import leaves_of
 from torch_remat.errors import PolicyError, UsageError
 from torch_remat.policies.by_op import PolicyFunction
 from torch_remat.policies.decision import Decision
@@ -157,6 +157,8 @@ def list_names(
     chosen = _nothing if policy is None else as_policy(policy)
 
     def run(*args: P.args, **kwargs: P.kwargs) -> NameTable:
+        if torch.is_inference_mode_enabled():
+            raise UsageError("list_names() was called under torch.inference_mode()", remedy="Call it outside.")
         if layer is not None:
             given, named = _given_to(layer, function, args, kwargs)
             return list_names(layer.forward, policy)(*given, **named)  # hooks are outside of a layer's region
@@ -173,11 +175,7 @@ def list_names(
             return [leaf for leaf in leaves_of((output,), {}) if isinstance(leaf, torch.Tensor)]
 
         counted.__wrapped__ = function  # type: ignore[attr-defined]  # the root of the names
-        with torch.inference_mode(False), torch.enable_grad():  # where a region would be none
-            leaves = leaves_of(args, kwargs)
-            if any(map(_is_inference, leaves)):
-                normal = [leaf.clone() if _is_inference(leaf) else leaf for leaf in leaves]
-                args, kwargs = with_leaves(args, kwargs, normal)  # type: ignore[assignment]
+        with torch.enable_grad():
             output = run_region(counted, args, kwargs, options)
         ops = [entry for entry in entries[0] if not entry.is_call and type(entry.results) is not Raised]
         rows = {id(entry): list(_rows(entry, count)) for entry, count in zip(ops, flops, strict=True)}
@@ -253,11 +251,6 @@ def _given_to(
         f"the function does not call the layer, a {type(layer).__name__}",
         remedy="Pass a module of the model that is called; who calls its forward passes it by.",
     )
-
-
-def _is_inference(leaf: Any) -> bool:
-    """Whether a value is a tensor made under ``torch.inference_mode()``, which autograd cannot save."""
-    return isinstance(leaf, torch.Tensor) and leaf.is_inference()
 
 
 def _rows(call: Entry, flops: int) -> Iterator[NamedResult]:

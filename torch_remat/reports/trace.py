@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch_remat._compat import eager_only
@@ -116,15 +114,6 @@ class Trace(Report, Pictured):
         self._check()
         return super().to_dict()
 
-    def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a file that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open: spans, and live bytes as a curve.
-
-        Args:
-            path: Where to; the usual ending is ``.json``.
-        """
-        self._check()
-        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self)), "displayTimeUnit": "ms"}))
-
     def __repr__(self) -> str:
         """Return the line above the table; it may be asked for while the trace still records."""
         return f"<remat trace: {self._headline() if self._is_over else _RECORDS}>"
@@ -162,7 +151,7 @@ def trace() -> Iterator[Trace]:
 
     Yields:
         The trace, to be read once the block has been left, also where an error leaves it: ``print(trace)``,
-        ``trace.plot("step.png")``, ``trace.to_chrome_trace("step.json")``, ``trace.spans``. It keeps no tensor.
+        ``trace.plot("step.png")``, ``trace.spans``. It keeps no tensor.
 
     Example:
         >>> import torch
@@ -179,16 +168,6 @@ def trace() -> Iterator[Trace]:
             yield result
     finally:
         result.fill(*recorder.recorded())
-
-
-def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield a trace's events: spans, changes of live bytes, and names."""
-    yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "torch_remat"}}
-    for span in trace.spans:
-        what = {"ph": "X", "name": f"{span.name} [{span.phase}]", "cat": span.phase, "args": asdict(span)}
-        yield {**what, "pid": 1, "tid": span.thread, "ts": span.start_us, "dur": span.duration_us}
-    for sample in trace.samples:
-        yield {"ph": "C", "name": "live bytes", "pid": 1, "tid": 0, "ts": sample.time_us, "args": sample.live_bytes}
 
 
 def _table(trace: Trace) -> list[list[str]]:

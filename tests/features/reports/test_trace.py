@@ -209,17 +209,11 @@ means of the calls; live: at most after forward; peak: at most at any moment""",
     )
 
 
-def test_trace_as_data_and_as_chrome_trace(tmp_path):
+def test_trace_as_data():
     trace = small_trace()
-    assert json.loads(trace.to_json())["spans"][0]["region"] == "layers.0"
-    trace.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    complete = [event for event in events if event["ph"] == "X"]
-    assert len(complete) == len(trace.spans)
-    assert {"name", "ts", "dur", "pid", "tid", "cat"} <= complete[0].keys()
-    assert [event["name"] for event in complete[:2]] == ["layers.0 [forward]", "layers.0::attn [forward]"]
-    counters = [event for event in events if event["ph"] == "C"]
-    assert [event["args"]["cpu"] for event in counters] == [2**20, 6 * 2**20, 2**19]
+    data = json.loads(trace.to_json())
+    assert data["spans"][0]["region"] == "layers.0"
+    assert [sample["live_bytes"]["cpu"] for sample in data["samples"]] == [2**20, 6 * 2**20, 2**19]
 
 
 def test_plots_are_written_and_names_are_drawn_as_they_are(tmp_path):
