@@ -24,9 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
-from threading import get_ident, get_native_id
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -47,8 +47,8 @@ from torch_remat._compat import (
     node_number,
     sequence_number,
 )
-from torch_remat._util.storages import storages_of, tensors_in
-from torch_remat.dispatch.keys import USUAL
+from torch_remat._util.storages import storages_of
+from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import qualified_name
@@ -69,7 +69,6 @@ class Span:
         call: Which call of a region it belongs to; calls count from 0, in the order of forward.
         start_us: When it began, in microseconds since the trace began.
         duration_us: How long it took. Spans of ops lie within that of their region.
-        thread: The thread's number in the system.
         allocated_bytes: Bytes allocated meanwhile, on all devices.
         freed_bytes: Bytes freed meanwhile, of those allocated since the trace began.
         live_bytes: Bytes alive at its end, of those allocated since the trace began.
@@ -85,7 +84,6 @@ class Span:
     call: int
     start_us: float
     duration_us: float
-    thread: int
     allocated_bytes: int
     freed_bytes: int
     live_bytes: int
@@ -212,19 +210,17 @@ class Recorder(DispatchMode):
             self._note_run(task, "backward")
             after_backward(partial(self._note_end, task))
         result = op(*args, **(kwargs or {}))
-        known: set[int] | None = None
-        for tensor in tensors_in(result):
-            for storage in storages_of(tensor):
-                if known is None and storage._cdata not in self._alive:
-                    known = {one._cdata for given in tensors_in((args, kwargs)) for one in storages_of(given)}
-                if known is not None and storage._cdata not in known:
-                    self.count(storage)
+        made = [tensor for tensor in tensors_in((result,), {}) if key_of(tensor) not in self._alive]
+        known = {key for given in tensors_in(args, kwargs or {}) for key in keys_of(given)} if made else ()
+        for storage in chain(*map(storages_of, made)):
+            if storage._cdata not in known:
+                self.count(storage)
         self._look()
         if task >= 0:
             self._note_run(task)
             phases, node = self._open[get_ident()], current_node()
             if node is not None and not (phases and phases[-1][2] == task):  # else it is one of the phase
-                self._nodes.append(Ran(start, perf_counter_ns(), get_native_id(), task, node_number(node)))
+                self._nodes.append(Ran(start, perf_counter_ns(), get_ident(), task, node_number(node)))
         return result
 
     def _note_end(self, task: int) -> None:
@@ -235,7 +231,7 @@ class Recorder(DispatchMode):
     def _cut(self, task: int) -> int:
         """Let what ran before in a backward end now; return the time."""
         now = perf_counter_ns()
-        self._nodes.append(Ran(now, now, get_native_id(), task))
+        self._nodes.append(Ran(now, now, get_ident(), task))
         return now
 
     def count(self, storage: torch.UntypedStorage) -> None:
@@ -292,7 +288,7 @@ class Recorder(DispatchMode):
             return
         self._look()
         mark, start, task = self._open[get_ident()].pop()
-        self._phases.append((mark, phase, Ran(start, perf_counter_ns(), get_native_id(), task)))
+        self._phases.append((mark, phase, Ran(start, perf_counter_ns(), get_ident(), task)))
         if phase == "forward" and op is not None:
             mark.first_number, mark.end_number = op.numbers
 
@@ -328,7 +324,7 @@ class Recorder(DispatchMode):
             kept = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
             place = (mark.region, mark.op, phase, calls[mark.call], self._us(ran.start))
             took = (ran.end - ran.start) / 1000
-            spans.append(Span(*place, took, ran.thread, *memory.within(ran.start, ran.end), *kept))
+            spans.append(Span(*place, took, *memory.within(ran.start, ran.end), *kept))
         spans.sort(key=lambda span: (span.start_us, -span.duration_us))
         samples = [Sample(self._us(time), live) for time, live in memory.samples()]
         phases = [(what, self._us(start), self._us(end)) for what, start, end in self._runs.values()]

@@ -140,7 +140,7 @@ class Trace(Report, Pictured):
 def trace() -> Iterator[Trace]:
     """Record forward, replay and backward of each region and op inside, and the bytes alive meanwhile.
 
-    A dispatch mode runs meanwhile, so each op takes 10 to 30 microseconds longer. It counts the storages that ops make,
+    A dispatch mode runs meanwhile, so each op takes about 10 microseconds longer. It counts the storages that ops make,
     as long as they live; those that were there before do not count. What it does not see: memory that a kernel frees
     before it returns, what compiled code and other libraries allocate, and storages that are resized, as those of FSDP
     are. Sums of gradients, which autograd else adds up in place, count as new tensors.

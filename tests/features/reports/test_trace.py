@@ -183,13 +183,11 @@ def small_trace():
         name, kept = f"layers.{layer}", 2**20
         back = 9000.0 - 2 * start
         spans += [
-            Span(
-                name, None, "forward", layer, start, 2000.0, 1, 4 * kept, 3 * kept, (layer + 1) * kept, 4 * kept, kept
-            ),
-            Span(name, "attn", "forward", layer, start + 500, 1000.0, 1, kept, 0, 2 * kept, 2 * kept, kept),
-            Span(name, None, "replay", layer, back, 1000.0, 1, kept, 0, 5 * kept, 5 * kept, 0),
-            Span(name, None, "backward", layer, back + 1000, 3000.0, 1, kept, 3 * kept, kept, 6 * kept, 0),
-            Span(name, "attn", "backward", layer, back + 1000, 500.0, 1, kept, 3 * kept, kept, 6 * kept, 0),
+            Span(name, None, "forward", layer, start, 2000.0, 4 * kept, 3 * kept, (layer + 1) * kept, 4 * kept, kept),
+            Span(name, "attn", "forward", layer, start + 500, 1000.0, kept, 0, 2 * kept, 2 * kept, kept),
+            Span(name, None, "replay", layer, back, 1000.0, kept, 0, 5 * kept, 5 * kept, 0),
+            Span(name, None, "backward", layer, back + 1000, 3000.0, kept, 3 * kept, kept, 6 * kept, 0),
+            Span(name, "attn", "backward", layer, back + 1000, 500.0, kept, 3 * kept, kept, 6 * kept, 0),
         ]
     samples = [Sample(500.0, {"cpu": 2**20}), Sample(6100.0, {"cpu": 6 * 2**20}), Sample(13000.0, {"cpu": 2**19})]
     trace.fill(13000.0, sorted(spans, key=lambda span: span.start_us), samples)
@@ -221,7 +219,7 @@ def test_plots_are_written_and_names_are_drawn_as_they_are(tmp_path):
     name = r"a$\frac$_{x^"
     timeline = Timeline()
     spans = [(name, 0, 8000), ("short", 8100, 1)]
-    spans = [Span(region, None, "forward", 0, start, length, 1, 0, 0, 0, 0, 0) for region, start, length in spans]
+    spans = [Span(region, None, "forward", 0, start, length, 0, 0, 0, 0, 0) for region, start, length in spans]
     timeline.fill(10_000, spans, [Sample(4000, {"cpu": 100})])
     trace = timeline.plot(tmp_path / "trace.png")
     assert name in trace.axes[0].get_title(loc="left")
