@@ -6,14 +6,13 @@ storages; no tensor and no region. Out: spans and samples.
 NOTE [ What is counted ]
 A dispatch mode sees each op. What is new among the storages of its results counts from the op's end on, until its weak
 reference says that it is gone. With CUDA the allocator counts instead, in all that a look at its statistics after each
-op shows: the bytes since the last look, and the most in between. A mode does not see what a kernel frees again before
-it returns, what compiled code and other libraries allocate, and storages that are resized. Under any mode autograd
-adds gradients up in a new tensor, where it would else do so in place: then that counts, too.
+op shows: the bytes since the last look, and the most in between. What a mode does not see, `trace` lists for users.
+Under any mode autograd adds gradients up in a new tensor, where it would else do so in place.
 
 NOTE [ Which backward belongs to a region ]
 Autograd numbers its nodes as they are made, and says which of them runs when an op does. A region's nodes are those
-with the numbers that were given out during its forward. Its backward is the time of their ops, without its replay; ops
-of other nodes, and phases of regions, cut it into parts.
+with the numbers that were given out during its forward. Its backward is the time from the first of their ops on, up to
+the next op of another node or the next replay, which cut it into parts.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Span:
         start_us: When it began, in microseconds since the trace began.
         duration_us: How long it took. Spans of ops lie within that of their region.
         allocated_bytes: Bytes allocated meanwhile, on all devices.
-        freed_bytes: Bytes freed meanwhile, of those allocated since the trace began.
-        live_bytes: Bytes alive at its end, of those allocated since the trace began.
+        freed_bytes: Bytes freed meanwhile.
+        live_bytes: Bytes alive at its end: see `torch_remat.trace`.
         peak_bytes: The most alive at any moment in it.
         kept_bytes: After forward, what the region or op keeps in place for backward, as in `memory_report`; else 0. A
             storage that two regions keep counts for both.
@@ -108,7 +107,7 @@ class Sample:
 
     Attributes:
         time_us: When, in microseconds since the trace began.
-        live_bytes: Bytes alive by device, of those allocated since the trace began.
+        live_bytes: Bytes alive by device: on the CPU those made since the trace began, with CUDA all.
     """
 
     time_us: float

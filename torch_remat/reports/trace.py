@@ -142,8 +142,9 @@ def trace() -> Iterator[Trace]:
 
     A dispatch mode runs meanwhile, so each op takes about 10 microseconds longer. It counts the storages that ops make,
     as long as they live; those that were there before do not count. What it does not see: memory that a kernel frees
-    before it returns, what compiled code and other libraries allocate, and storages that are resized, as those of FSDP
-    are. Sums of gradients, which autograd else adds up in place, count as new tensors.
+    before it returns, what compiled code and other libraries allocate, tensors that no op makes, such as random states,
+    and storages that are resized, as those of FSDP are. Sums of gradients, which autograd else adds up in place, count
+    as new tensors.
 
     With CUDA the bytes are those of its allocator, which sees all of that: from the beginning on, with what was there
     before. Its peak statistics are reset. Times are those of the host, which runs ahead of the device. Work of Python
@@ -230,7 +231,7 @@ def _draw_curve(trace: Trace, axes: Axes) -> None:
         if span.op is None and span.phase == "replay":
             start, end = span.start_us / 1000, span.end_us / 1000
             axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
-    axes.set_ylabel(f"live {name} (since the trace began)")
+    axes.set_ylabel(f"live {name}")
     marked: dict[str, Any] = {"color": GREY, "edgecolor": INK, "zorder": 3, "clip_on": False}
     if peak is not None:
         told = f"peak {format_bytes(peak.total_bytes)}, in {trace.at(peak.time_us)}"

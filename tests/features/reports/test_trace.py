@@ -9,9 +9,12 @@ import sys
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import torch_remat as remat
+from benchmarks.memory import allocations
 from tests.features.reports.blocks import native_block
 from tests.handle_ops import RECOMPUTE, SAVE, Both, Inner, Result, Trace, call
 from tests.helpers import alive, assert_same, checkpointed, collector_off, in_threads, leaf, watch
@@ -88,6 +91,36 @@ def test_bytes_of_a_trace_are_those_that_the_allocator_saw():
     # The leaf's gradient, y, the byte tensor; the seed of backward is freed.
     assert trace.samples[-1].live_bytes == {"cpu": 2 * nbytes + kept.nbytes}
     assert trace.peak.total_bytes == max(sample.total_bytes for sample in trace.samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": [torch.ops.aten.mm.default]},
+        {"policy": [F.linear]},
+        {"policy": remat.save_modules("0")},
+    ],
+    ids=str,
+)
+def test_peak_of_a_step_is_what_the_profiler_sees_but_for_a_few_numbers(options):
+    module, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.randn(32, 64)
+
+    def step():
+        h = x * 2
+        for index in range(3):
+            h = remat.checkpoint(region_name=str(index), preserve_rng_state=False, **options)(module)(h)
+        h.square().sum().backward()
+        module.zero_grad()
+
+    step()
+    with allocations() as events:
+        step()
+    with remat.trace() as trace:
+        step()
+    peak = max(itertools.accumulate(events))
+    assert 0 <= peak - trace.peak.total_bytes <= 64
+    assert trace.samples[-1].total_bytes == sum(events) == 0
 
 
 class NamesTooFew(torch.autograd.Function):
