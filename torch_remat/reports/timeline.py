@@ -47,7 +47,7 @@ from torch_remat._compat import (
     sequence_number,
 )
 from torch_remat._util.storages import storages_of
-from torch_remat.dispatch.keys import USUAL, key_of, keys_of, tensors_in
+from torch_remat.dispatch.keys import key_of, keys_of, tensors_in
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, live_regions
 from torch_remat.errors import qualified_name
@@ -202,7 +202,7 @@ class Recorder(DispatchMode):
         """Run an op, and count what it makes; what a subclass of tensors makes of it comes as ops of their own."""
         if not OF_TRACES.isdisjoint(types):  # nothing has memory
             return op(*args, **(kwargs or {}))
-        if not USUAL.issuperset(types):
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         task, start = graph_task(), perf_counter_ns()
         if task >= 0 and task not in self._runs:

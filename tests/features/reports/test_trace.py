@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_remat as remat
 from benchmarks.memory import allocations
@@ -121,6 +122,19 @@ def test_peak_of_a_step_is_what_the_profiler_sees_but_for_a_few_numbers(options)
     peak = max(itertools.accumulate(events))
     assert 0 <= peak - trace.peak.total_bytes <= 64
     assert trace.samples[-1].total_bytes == sum(events) == 0
+
+
+class Marked(torch.Tensor):
+    """A subclass without a dispatch of its own."""
+
+
+@pytest.mark.parametrize(("wrap", "count"), [(lambda x: x.as_subclass(Marked), 1), (lambda x: TwoTensor(x, x), 2)])
+def test_subclasses_of_tensors_run_in_a_trace_which_counts_what_they_wrap(wrap, count):
+    x = wrap(torch.randn(8, 8)).requires_grad_()
+    with remat.trace() as trace:
+        checkpointed(torch.sin, preserve_rng_state=False)(x * 2).sum().backward()
+    assert x.grad is not None
+    assert 3 * count * 256 <= trace.peak.total_bytes < 3 * count * 256 + 64
 
 
 class NamesTooFew(torch.autograd.Function):
