@@ -271,12 +271,6 @@ attach_oom_observer = getattr(torch._C, "_cuda_attachOutOfMemoryObserver", None)
 # have to enter its ranges always, also where nothing records them.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-
-def any_profiler_runs() -> bool:
-    """Whether a profiler records, in whatever thread: torch crashes when a second one starts."""
-    return profiler_runs() or torch.autograd.profiler._is_profiler_enabled
-
-
 # A named range in a profile. The public record_function is itself an op, which dispatch modes would see, and takes
 # twenty times as long.
 ProfilerRange: Callable[[str], AbstractContextManager[Any]]
@@ -322,7 +316,7 @@ use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
 # The node of the backward that runs now in this thread, None outside of one. Without it `dtr` could not tell where a
-# backward adds a gradient to a leaf.
+# backward adds a gradient to a leaf, and `trace` not what is a region's backward.
 current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
 
 

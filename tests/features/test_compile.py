@@ -338,6 +338,7 @@ def test_reports_around_compiled_code_see_no_regions_in_it_or_run_it_as_it_is_wr
         compiled(x).sum().backward()
     assert not trace.spans
     assert trace.peak.total_bytes > 0
+    assert trace.has_compiled == ("compiled code ran" in str(trace)) == CompiledCode.is_noticed
     assert "r\n  keeps 128 B, of which 128 B inputs" in str(remat.explain(compiled)(x))
     assert sum(row.op == "aten.addmm.default" for row in remat.list_names(compiled)(x)) == 3
 

@@ -151,31 +151,53 @@ def test_errors_of_devices_and_of_the_host_are_known_and_blocks_nest(kind):
     assert "failing: 12 B" in file.getvalue()  # its frames are alive in the traceback, and so is what it kept
 
 
-def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
-    def run(x):
-        for block in model.blocks:
+class Layers(torch.nn.Module):
+    """Runs out of memory in its last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
             x = block(x).tanh()
         allocate_too_much()
+        return x
 
-    def lines_of(function, *args):
-        with pytest.raises(RuntimeError), remat.report_on_oom():
-            function(*args)
-        return capsys.readouterr().err.splitlines()
 
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-    model.forward = run
-    lines = lines_of(model, torch.randn(4, 8))
+def test_plain_code_is_told_what_it_keeps_and_which_line_to_add(capsys):
+    model = Layers()
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    lines = capsys.readouterr().err.splitlines()
     assert lines[1] == "kept for backward: 512 B"  # four activations: the input and what each tanh returned
     assert lines[2] == "not counted: parameters, 864 B in 6 tensors"
     assert "TanhBackward0" in "".join(lines)
     assert lines[-1].endswith("remat.checkpoint_modules(model, 'blocks.*')")
     remat.checkpoint_modules(model, "blocks.*")
-    lines = lines_of(model, torch.randn(4, 8))
-    assert "in 3 regions" in "".join(lines)
-    assert "checkpoint_modules" not in "".join(lines)
-    assert lines[-1].startswith("To keep less: smaller regions")
-    assert lines_of(allocate_too_much)[-1].startswith("No region is alive.")
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    text = capsys.readouterr().err
+    assert "in 3 regions" in text
+    assert "checkpoint_modules" not in text
+    assert text.splitlines()[-1].startswith("To keep less: smaller regions")
+
+
+def test_line_to_add_names_each_list_of_layers_and_no_list_inside_of_one(capsys):
+    model = Layers()
+    model.down, model.up = (torch.nn.ModuleList([Layers()]) for _ in range(2))
+    del model.blocks
+    model.blocks = model.down[0].blocks
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        model(torch.randn(4, 8))
+    assert capsys.readouterr().err.rstrip().endswith("remat.checkpoint_modules(model, ['down.*', 'up.*'])")
+
+
+def test_code_that_keeps_nothing_is_told_how_to_see_more(capsys):
+    with pytest.raises(RuntimeError), remat.report_on_oom():
+        allocate_too_much()
+    assert "0 B (no region is alive" in (text := capsys.readouterr().err)
+    assert text.splitlines()[-1].startswith("What plain code keeps")
 
 
 def test_a_frame_that_goes_on_keeps_no_variable_alive():

@@ -33,8 +33,8 @@ def default_offloader() -> Offloader:
     return CpuOffloader()
 
 
-# Each is told, in whatever thread, of a tensor whose memory an offloader has taken, and of the id of the `StoredCopy`.
-told: list[Callable[[torch.Tensor, int], None]] = []
+# Each is told, in whatever thread, of a tensor that is brought back.
+told: list[Callable[[torch.Tensor], None]] = []
 
 
 class Offloaded:
@@ -55,14 +55,14 @@ class Offloaded:
         self.placement = Placement.of(tensor)
         self.sent = sent
         self._place = sent.add(transfer, info.kind)
-        for tell in tuple(told):
-            tell(tensor, id(transfer.copy))
 
     def load(self) -> torch.Tensor:
         """Return the tensor, with the version that it had, if nothing has changed it since its offload began."""
         with torch.no_grad(), without_dispatch_modes():
             flat, missing = self.transfer.take(self.info)
             self.sent.prefetcher.reached(self.sent, self._place, self.transfer, missing)
+            for tell in tuple(told):
+                tell(flat)
             return self.placement.seen_in(flat, Placement.of(flat).offset_bytes - self.transfer.span.start)
 
 

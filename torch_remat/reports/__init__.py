@@ -5,7 +5,7 @@
     graph                what autograd and `torch.utils.checkpoint` keep outside of regions
     memory, oom          the memory report that users get, also when memory runs out
     watch                what the runtime reports while it is watched, and to whom
-    timeline, trace      what a trace records, from a profile; the trace that users get
+    timeline, trace      what a trace records; the trace that users get
     names                what a function's ops return, by name
     explain              what regions would keep at other prices, from one recorded forward
     debug_log            the ops of both phases, for errors with `debug=True`

@@ -7,7 +7,7 @@ the others take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -28,24 +28,7 @@ from torch_remat.reports.data import OpReport, RegionReport, report_of
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.report import Block, Report, format_sum
 
-_MOST_NAMES = 2  # of a rung in a line of text
-
-
-@dataclass(frozen=True)
-class NamedOp:
-    """A call to which the author gave a name and a policy, such as one of `torch_remat.op`.
-
-    Attributes:
-        name: Its name, with its scopes.
-        policy: ``"save"``, ``"offload"`` or ``"recompute"``.
-        bytes: What is kept of it in place.
-        offloaded_bytes: What is kept of it elsewhere.
-    """
-
-    name: str
-    policy: str
-    bytes: int
-    offloaded_bytes: int
+_MOST_NAMES = 2  # in a line of text
 
 
 @dataclass(frozen=True)
@@ -109,7 +92,7 @@ class RegionExplanation:
     input_bytes: int
     whole_bytes: int = 0
     replay_seconds: float = 0.0
-    ops: tuple[NamedOp, ...] = ()
+    ops: tuple[OpReport, ...] = ()
     calls: tuple[PricedCall, ...] = ()
     rungs: tuple[PricedRung, ...] = ()
     no_prices: str = ""
@@ -127,12 +110,17 @@ class Explanation(Report):
 
     def blocks(self) -> list[Block]:
         """Return the explanation, regions that are alike once."""
-        groups = fold_series(self.regions, lambda region: region.name, lambda region: replace(region, name=""))
-        blocks = [block for label, group in groups for block in _blocks_of(label, group[0], len(group))]
+        alike: dict[Hashable, list[RegionExplanation]] = {}
+        for region in self.regions:
+            ops = ((op.name, op.policy, op.bytes, op.offloaded_bytes) for op in region.ops)
+            alike.setdefault((replace(region, name="", ops=()), *ops), []).append(region)
+        blocks = [block for regions in alike.values() for block in _blocks_of(regions)]
         return blocks[:-1] or [Block(["no region ran"])]
 
 
-def _blocks_of(label: str, region: RegionExplanation, count: int) -> Iterator[Block]:
+def _blocks_of(regions: Sequence[RegionExplanation]) -> Iterator[Block]:
+    region, count = regions[0], len(regions)
+    label = _some(label for label, _ in fold_series(regions, lambda one: one.name, lambda one: None))
     keeps = f"keeps {format_sum(region.kept_bytes, region.offloaded_bytes)}"
     keeps += f", of which {format_bytes(region.input_bytes)} inputs"
     if region.whole_bytes:
@@ -158,10 +146,14 @@ def _call_cells(call: PricedCall) -> list[str]:
 
 
 def _rung_cells(number: int, rung: PricedRung) -> list[str]:
-    more = len(rung.added) - _MOST_NAMES
-    added = ", ".join(rung.added[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    added = _some(rung.added)
     price = f"{rung.price * 2**20 * 1e3:.3f}" if rung.price else ""
     return [str(number), format_bytes(rung.bytes), _ms(rung.seconds), price, "all" if rung.is_plain else added]
+
+
+def _some(names: Iterable[str]) -> str:
+    first, rest = (found := list(names))[:_MOST_NAMES], found[_MOST_NAMES:]
+    return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
 
 
 def _ms(seconds: float) -> str:
@@ -236,8 +228,7 @@ class _Notes:
         inputs = sum(one.bytes for one in report.tensors if one.kind == "input" and not one.offloaded)
         sums = report.bytes, report.offloaded_bytes
         if ladder is None:
-            ops = tuple(map(_named, report.ops))
-            return RegionExplanation(report.name, *sums, inputs, ops=ops, no_prices=no_prices)
+            return RegionExplanation(report.name, *sums, inputs, ops=report.ops, no_prices=no_prices)
         steps = {step.name: step for step in ladder.record.steps}
         policies = {op.name: op.policy for op in report.ops if op.name in steps}
         assert self.begun is not None
@@ -255,15 +246,11 @@ class _Notes:
             inputs,
             0 if ladder.record.is_named else ladder.whole_bytes,
             _seconds_of(now),
-            tuple(_named(op) for op in report.ops if op.name not in steps),
+            tuple(op for op in report.ops if op.name not in steps),
             tuple(_calls_of(ladder, rungs, policies)),
             tuple(_rungs_of(rungs, more)),
             no_prices,
         )
-
-
-def _named(op: OpReport) -> NamedOp:
-    return NamedOp(op.name, op.policy, op.bytes, op.offloaded_bytes)
 
 
 def _seconds_of(rung: Rung) -> float:
@@ -359,8 +346,9 @@ def explain(function: Callable[..., Any]) -> Callable[..., Explanation]:
         raise UsageError(f"explain() cannot run a {type(function).__name__}", remedy=f"The form is {_FORM}.")
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        if current_mode() is not None:
-            raise UsageError("explain() was called inside a region", remedy="Call it around the whole model.")
+        if current_mode() is not None or torch.is_inference_mode_enabled():
+            where = "inside a region" if current_mode() is not None else "under torch.inference_mode()"
+            raise UsageError(f"explain() was called {where}", remedy="Call it outside, around the whole model.")
         explaining = _Explaining()
         token = keeping.set(explaining)
         try:

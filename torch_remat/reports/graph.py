@@ -180,17 +180,18 @@ def collect_nodes(
 
 
 def saved_in(node: Node) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the packed value of each tensor that a node saves; nothing if it has released them.
+    """Yield the name and the packed value of each tensor that a node saves; None if it has released them.
 
     Leaves other than parameters count too, as do tensors that a Function's forward has set as attributes of ``ctx``, or
     has put into containers and dataclasses there.
     """
     for attribute in _raw_attributes(type(node)):
+        label = attribute.removeprefix("_raw_saved_")
         try:
             saved = getattr(node, attribute)
         except RuntimeError:  # released by an earlier backward
+            yield label, None
             continue
-        label = attribute.removeprefix("_raw_saved_")
         if isinstance(saved, tuple):
             for index, one in enumerate(saved):
                 yield (str(index) if label == "tensors" else f"{label}.{index}"), packed_in(one)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from weakref import ref
 
 import torch
+from torch.autograd.graph import Node
 
 from torch_remat._compat import eager_only, node_number
 from torch_remat._kept import Kind, parameters_of
@@ -28,7 +29,14 @@ from torch_remat.reports.data import (
     report_of,
 )
 from torch_remat.reports.fold import fold
-from torch_remat.reports.graph import checkpoints_below, collect_nodes, nodes_below, parameters_below, regions_below
+from torch_remat.reports.graph import (
+    checkpoints_below,
+    collect_nodes,
+    nodes_below,
+    parameters_below,
+    regions_below,
+    saved_in,
+)
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.report import Block, Pictured, Report, as_text, format_sum, sum_of
 
@@ -47,6 +55,7 @@ class MemoryReport(Report, Pictured, Sums):
         buffers: Buffers of the modules given, in no sum.
         budgets: A line for each budget that regions are in.
         older: Regions that are alive and in no graph that was given, apart; in no sum.
+        why_nothing: Why nothing is kept, but for leaves, if that is so and known; else empty.
     """
 
     also: ClassVar[Sequence[str]] = (*Sums.also, "bytes_by_device")
@@ -56,6 +65,7 @@ class MemoryReport(Report, Pictured, Sums):
     buffers: ParameterReport = field(default_factory=ParameterReport)
     budgets: tuple[str, ...] = ()
     older: tuple[RegionReport, ...] = ()
+    why_nothing: str = ""
 
     def all_tensors(self) -> Iterator[KeptTensor]:
         """Yield all tensors that are kept."""
@@ -72,7 +82,7 @@ class MemoryReport(Report, Pictured, Sums):
 
     def blocks(self) -> list[Block]:
         """Return what the report shows."""
-        lines = [f"kept for backward: {sum_of([self])}"]
+        lines = [f"kept for backward: {sum_of([self])}{self.why_nothing and f' ({self.why_nothing})'}"]
         if len(self.bytes_by_device) > 1:
             parts = (f"{device} {format_bytes(count)}" for device, count in self.bytes_by_device.items())
             lines.append(f"  by device: {', '.join(parts)}")
@@ -252,15 +262,26 @@ def memory_report(*roots: torch.Tensor | torch.nn.Module) -> MemoryReport:
     reports = [report_of(region, counted, momentary=True) for region in regions]
     outside = collect_nodes(nodes, checkpoints, counted)
     others = [report_of(region, counted, momentary=True) for region in older]
+    reports = [report for report in reports if report.tensors or report.ops]
     budgets = (budget for region in alive if region.keeper is not None for budget in region.keeper.owners)
     return MemoryReport(
-        tuple(report for report in reports if report.tensors or report.ops),
+        tuple(reports),
         outside,
         parameters,
         buffers,
         tuple(line for one in dict.fromkeys(budgets) if (line := one.summary())),
         tuple(report for report in others if report.bytes or report.offloaded_bytes),
+        "" if reports else _why_nothing(losses, nodes),
     )
+
+
+def _why_nothing(losses: Sequence[torch.Tensor], nodes: Sequence[Node]) -> str:
+    saved = [packed for node in nodes for label, packed in saved_in(node) if label != "variable"]  # but for leaves
+    if saved and all(packed is None for packed in saved):
+        return "backward has freed it: call memory_report before"
+    if losses:
+        return "" if nodes else "the tensors have no graph"
+    return "no region is alive: backward frees what it has used"
 
 
 def _is_in(region: Region, numbers: Collection[int]) -> bool:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from inspect import CO_OPTIMIZED
 from types import TracebackType
@@ -134,17 +135,20 @@ def _report(traceback: TracebackType | None) -> str:
     if report.regions:
         return f"{report}\nTo keep less: smaller regions (of one layer each), a smaller batch, or offload_inputs=True."
     if not roots:
-        return f"{report}\nNo region is alive. What plain code keeps: remat.memory_report(loss), with a smaller batch."
+        return f"{report}\nWhat plain code keeps is in remat.memory_report(loss), with a smaller batch."
     return (
         f"{report}\nNo region is alive: all this is what plain autograd keeps. To keep less, add one line after the "
-        f"model is made: remat.checkpoint_modules(model, {_pattern(modules)!r})"
+        f"model is made: remat.checkpoint_modules(model, {_patterns(modules)!r})"
     )
 
 
-def _pattern(modules: list[Module]) -> str:
-    """Return the pattern for the layers of the outermost module."""
-    inside = modules[0].named_modules() if modules else ()
-    return next((f"{name}.*" for name, one in inside if name and isinstance(one, ModuleList)), "layers.*")
+def _patterns(modules: list[Module]) -> str | list[str]:
+    """Return the patterns for the layers of the outermost module: its lists of modules that are in no other."""
+    found: list[str] = []
+    for name, one in modules[0].named_modules() if modules else ():
+        if name and isinstance(one, ModuleList) and not any(fnmatchcase(name, pattern) for pattern in found):
+            found.append(f"{name}.*")
+    return found if len(found) > 1 else (found or ["layers.*"])[0]
 
 
 def _values_in(traceback: TracebackType | None) -> Iterator[Any]:

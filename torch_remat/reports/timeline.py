@@ -1,53 +1,61 @@
 """What a trace records: when regions and ops ran, and the bytes alive meanwhile.
 
-In: calls of the runtime, and the profile of the same time. Kept: names, autograd sequence numbers and bytes; no tensor
-and no region. Out: spans and samples.
+In: calls of the runtime, and the ops of the same time. Kept: names, autograd sequence numbers, weak references to
+storages; no tensor and no region. Out: spans and samples.
 
-NOTE [ Why the profiler ]
-Its memory events are the only ones that have all allocations: those inside of kernels, of compiled code and of storages
-that are resized, which neither weak references to storages nor a dispatch mode would see. Its public events add bytes
-up by op, without addresses: they would lose the peak, and what is alive of what was allocated since the trace began.
-So the event tree is read, which has each block. What the recorder notes is a range in the profile, whose name has the
-number of the note: all have one clock, and nothing has to be aligned.
+NOTE [ What is counted ]
+A dispatch mode sees each op. What is new among the storages of its results counts from the op's end on, until its weak
+reference says that it is gone. With CUDA the allocator counts instead, in all that a look at its statistics after each
+op shows: the bytes since the last look, and the most in between. What a mode does not see, `trace` lists for users.
+Under any mode autograd adds gradients up in a new tensor, where it would else do so in place.
 
 NOTE [ Which backward belongs to a region ]
-Autograd numbers its nodes as they are made, and the profiler shows the number of each node that the engine runs. A
-region's nodes are those with the numbers that were given out during its forward. What the engine does for a node, hooks
-and the replay that a hook starts included, is one event; the replay is taken out of it. Where a hook has run ops, that
-event lacks the number, and the node's own event inside it has it.
+Autograd numbers its nodes as they are made, and says which of them runs when an op does. A region's nodes are those
+with the numbers that were given out during its forward. Its backward is the time from the first of their ops on, up to
+the next op of another node or the next replay, which cut it into parts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from operator import attrgetter, itemgetter
-from threading import Lock, get_ident
+from functools import partial
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
+from threading import get_ident
+from time import perf_counter_ns
 from typing import Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torch_remat._compat import ProfilerRange, profiler_runs, sequence_number
+from torch_remat._compat import (
+    OF_TRACES,
+    CompiledCode,
+    DispatchMode,
+    accelerator_type,
+    active_modes,
+    after_backward,
+    current_node,
+    graph_task,
+    keep_from_compiler,
+    node_number,
+    sequence_number,
+)
+from torch_remat._util.storages import storages_of
+from torch_remat.dispatch.keys import key_of, keys_of, tensors_in
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.region.region import Region, keeping, live_regions
 from torch_remat.errors import qualified_name
 from torch_remat.reports.data import Sums, report_of
-from torch_remat.reports.watch import WatchedOp
-
-MARK = "torch_remat.trace "
-"""What the ranges are named that stand for notes in the profile, before the number of the note."""
-
-_ENGINE = "autograd::engine::evaluate_function: "
-_OPTIMIZER = "Optimizer.step#"
+from torch_remat.reports.watch import WatchedOp, observed_by
 
 Phase = Literal["forward", "replay", "backward"]
-Interval = tuple[float, float]
-Block = tuple[str, int]  # the device and the address
+_LEAVES = 2**63  # from here on, autograd numbers the nodes that add up gradients of leaves, which come in between
 
 
 @dataclass(frozen=True)
@@ -61,10 +69,10 @@ class Span:
         call: Which call of a region it belongs to; calls count from 0, in the order of forward.
         start_us: When it began, in microseconds since the trace began.
         duration_us: How long it took. Spans of ops lie within that of their region.
-        thread: The thread's number in the system.
+        thread: The thread, as `threading.get_ident` numbers it.
         allocated_bytes: Bytes allocated meanwhile, on all devices.
-        freed_bytes: Bytes freed meanwhile, of those allocated since the trace began.
-        live_bytes: Bytes alive at its end, of those allocated since the trace began.
+        freed_bytes: Bytes freed meanwhile.
+        live_bytes: Bytes alive at its end: see `torch_remat.trace`.
         peak_bytes: The most alive at any moment in it.
         kept_bytes: After forward, what the region or op keeps in place for backward, as in `memory_report`; else 0. A
             storage that two regions keep counts for both.
@@ -93,7 +101,7 @@ class Span:
     @property
     def end_us(self) -> float:
         """When it ended."""
-        return self.start_us + self.duration_us
+        return round(self.start_us + self.duration_us, 3)  # to the nanosecond
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Sample:
 
     Attributes:
         time_us: When, in microseconds since the trace began.
-        live_bytes: Bytes alive by device, of those allocated since the trace began.
+        live_bytes: Bytes alive by device: on the CPU those made since the trace began, with CUDA all.
     """
 
     time_us: float
@@ -150,11 +158,10 @@ class BudgetState:
 
 @dataclass
 class Mark:
-    """One phase of a region or op, before its times are known."""
+    """The forward of a region or op: what it keeps, and which autograd nodes are its own."""
 
     region: str
     op: str | None
-    phase: Phase
     call: int  # the serial number of the region
     first_number: int = 0  # the sequence number of the first autograd node that was made in it
     end_number: int = 0  # the one after the last; equal to the first if none counts
@@ -162,78 +169,175 @@ class Mark:
     offloaded_bytes: int = 0  # what is kept elsewhere then
 
 
-class Sent:
-    """A storage that an offloader has taken: its thread may free it, which no profiler sees."""
+class Ran(NamedTuple):
+    """What a thread did at a time, in nanoseconds: a phase, or, in a backward, an op of a node."""
 
-    block: Block = ("", 0)  # where it is
-    number = -1  # which change of the memory made it
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = StorageWeakRef(storage)
-        self.address = storage.data_ptr()
-
-    def is_in(self, alive: Mapping[Block, tuple[int, int]]) -> bool:
-        """Whether its block is alive, by the numbers and bytes of those that are, and not used again."""
-        return self.block in alive and alive[self.block][0] == self.number
+    start: int
+    end: int
+    thread: int
+    task: int  # the number of the backward in which it ran
+    number: int = -1  # of the node; -1 where a replay begins, or the backward ends
 
 
-class Gone(NamedTuple):
-    """That storage is freed by now."""
+class Recorder(DispatchMode):
+    """Takes the notes of a trace, as an `Observer`, and counts bytes, as a dispatch mode."""
 
-    sent: Sent
-
-
-class Recorder:
-    """Takes the notes of a trace, as an `Observer`.
-
-    Attributes:
-        notes: What was noted, in order: first a mark for each region from before, of which backward alone is in the
-            trace. Of a `GivenUp` the time is not known yet, and ``call`` is the region's serial number.
-    """
+    lets_compiled_code_run = True
 
     def __init__(self) -> None:
-        self.notes: list[Mark | GivenUp | Sent | Gone] = [
-            Mark(region.name, None, "forward", region.serial, region.first_number, region.end_number)
+        super().__init__()
+        self._start = self._end = perf_counter_ns()
+        self._compiled = CompiledCode()
+        # By the serial number of a region its own mark, then its ops'. Of one from before, backward is in the trace.
+        self._marks = {
+            region.serial: [Mark(region.name, None, region.serial, region.first_number, region.end_number)]
             for region in live_regions()
-        ]
+        }
+        self._phases: list[tuple[Mark, Phase, Ran]] = []
+        self._given: list[GivenUp] = []  # by the serial number of a region
         around = keeping.get()
         self._budgets: dict[Any, None] = {} if around is None else dict.fromkeys(around.registers)
-        # What has begun and not ended, by thread.
-        self._open: dict[int, list[tuple[Mark, AbstractContextManager[Any]]]] = defaultdict(list)
-        self._lock = Lock()
-        self._forwards: dict[int, list[Mark]] = {}  # by the region's serial number: its own mark, then its ops'
-        self._sent: list[Sent] = []
+        self._open: dict[int, list[tuple[Mark, int, int]]] = defaultdict(list)  # by thread; since when, in which task
+        self._nodes: list[Ran] = []
+        self._steps = 0  # of optimizers, counted down
+        self._runs: dict[int, list[Any]] = {}  # backwards by task, and steps of optimizers: what ran, from when to when
+        self._changes: list[tuple[int, str, int]] = []  # times, devices and bytes
+        self._alive: dict[int, ref[torch.UntypedStorage]] = {}
+        self._allocators: dict[int, int] = {}  # by device, the bytes that were alive at the last look
+        if accelerator_type() == "cuda":
+            for device in range(torch.cuda.device_count()):
+                if device == torch.cuda.current_device() or torch.cuda.memory_reserved(device):
+                    torch.cuda.reset_peak_memory_stats(device)
+                    self._allocators[device] = 0
+            self._look()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        begins = register_optimizer_step_pre_hook(lambda *_: self._note_step())
+        ends = register_optimizer_step_post_hook(lambda *_: self._note_run(self._steps))
+        try:
+            with observed_by(self), self._compiled, self:
+                yield
+        finally:
+            begins.remove()
+            ends.remove()
+            self._look()
+            self._end = perf_counter_ns()
+            self._alive.clear()
+
+    def _note_step(self) -> None:
+        self._steps -= 1
+        self._note_run(self._steps, "the optimizer's step")
+
+    def _note_run(self, key: int, what: str = "") -> None:
+        """Note that the engine or an optimizer runs, from the first time on, until now."""
+        now = perf_counter_ns()
+        self._runs.setdefault(key, [what, now, now])[2] = now
+
+    @keep_from_compiler
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op, and count what it makes; what a subclass of tensors makes of it comes as ops of their own."""
+        if not OF_TRACES.isdisjoint(types):  # nothing has memory
+            return op(*args, **(kwargs or {}))
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented
+        task, start = graph_task(), perf_counter_ns()
+        if task >= 0 and task not in self._runs:
+            self._note_run(task, "backward")
+            after_backward(partial(self._note_end, task))
+        result = op(*args, **(kwargs or {}))
+        made = [tensor for tensor in tensors_in((result,), {}) if key_of(tensor) not in self._alive]
+        known = {key for given in tensors_in(args, kwargs or {}) for key in keys_of(given)} if made else ()
+        for storage in chain(*map(storages_of, made)):
+            if storage._cdata not in known:
+                self.count(storage)
+        self._look()
+        if task >= 0:
+            self._note_run(task)
+            phases, node = self._open[get_ident()], current_node()
+            if node is None or (phases and phases[-1][2] == task):
+                return result  # it is one of the phase
+            if (number := node_number(node)) < _LEAVES:
+                self._nodes.append(Ran(start, perf_counter_ns(), get_ident(), task, number))
+        return result
+
+    def _note_end(self, task: int) -> None:
+        """Note that a backward is over."""
+        self._note_run(task)
+        self._cut(task)
+
+    def _cut(self, task: int) -> int:
+        """Let what ran before in a backward end now; return the time."""
+        now = perf_counter_ns()
+        self._nodes.append(Ran(now, now, get_ident(), task))
+        return now
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now on, until it is gone."""
+        device, size = storage.device, storage.nbytes()
+        is_counted = (
+            storage._cdata in self._alive or device.type == "meta" or (device.type == "cuda" and self._allocators)
+        )
+        if size and not is_counted:
+            self._changes.append((perf_counter_ns(), str(device), size))
+            self._alive[storage._cdata] = ref(storage, partial(self._note_gone, storage._cdata, str(device), size))
+
+    def _note_gone(self, key: int, device: str, size: int, _: object) -> None:
+        if self._alive.pop(key, None) is not None:
+            self._changes.append((perf_counter_ns(), device, -size))
+
+    def _look(self) -> None:
+        """Note what CUDA's allocator has done since the last look: how far its bytes rose, and where they are."""
+        for device, before in self._allocators.items():
+            bytes_now = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+            most, now = bytes_now["peak"], bytes_now["current"]
+            if most != before or now != before:
+                time, name = perf_counter_ns(), f"cuda:{device}"
+                self._changes += [(time, name, most - before), (time, name, now - most)]
+                self._allocators[device] = now
+                torch.cuda.reset_peak_memory_stats(device)
+
+    def _sees(self) -> bool:
+        """Whether it counts in this thread: others may run regions, too."""
+        return any(mode is self for mode in active_modes())
 
     def begin(self, region: Region, op: WatchedOp | None, phase: Any) -> None:
         """Begin the span of an op, or of a region."""
+        if not self._sees():
+            return
         if op is None and region.keeper is not None:
             self._budgets.update(dict.fromkeys(region.keeper.owners))
-        self.look_for_gone()
-        mark = Mark(region.name, None if op is None else op.name, phase, region.serial)
-        entered = self._range_of(mark)
-        if profiler_runs():
-            entered.__enter__()
-        self._open[get_ident()].append((mark, entered))
-        mode = current_mode()
-        if phase == "forward" and op is None and mode is not None and not mode.recomputing:
-            mark.first_number = mark.end_number = region.first_number
-            self._forwards[region.serial] = [mark]
-        elif phase == "forward" and op is not None and region.serial in self._forwards:
-            self._forwards[region.serial].append(mark)
+        self._look()
+        task, now = graph_task(), perf_counter_ns()
+        if phase == "replay" and op is None and (node := current_node()) is not None:
+            while self._nodes and self._nodes[-1].number == node_number(node):
+                self._nodes.pop()  # the ops with which the node has come to the replay
+            now = self._cut(task)
+        mark = Mark(
+            region.name, None if op is None else op.name, region.serial, region.first_number, region.first_number
+        )
+        self._open[get_ident()].append((mark, now, task))
+        if phase == "forward" and op is None and (mode := current_mode()) is not None and not mode.recomputing:
+            self._marks[region.serial] = [mark]
+        elif phase == "forward" and op is not None and region.serial in self._marks:
+            self._marks[region.serial].append(mark)
 
-    def end(self, region: Region, op: WatchedOp | None, phase: str) -> None:
+    def end(self, region: Region, op: WatchedOp | None, phase: Any) -> None:
         """End the span of an op, or of a region."""
-        self.look_for_gone()
-        mark, entered = self._open[get_ident()].pop()
-        if profiler_runs():
-            entered.__exit__(None, None, None)
-        if phase == "forward" and op is not None and region.serial in self._forwards:
+        if not self._sees():
+            return
+        self._look()
+        mark, start, task = self._open[get_ident()].pop()
+        self._phases.append((mark, phase, Ran(start, perf_counter_ns(), get_ident(), task)))
+        if phase == "forward" and op is not None:
             mark.first_number, mark.end_number = op.numbers
 
     def finish(self, region: Region) -> None:
         """Note what the region keeps, and which autograd nodes are its own."""
-        marks = self._forwards.pop(region.serial, None)
-        if marks is None:
+        if (marks := self._marks.get(region.serial)) is None:
             return
         marks[0].end_number = sequence_number()
         report = report_of(region)
@@ -244,114 +348,58 @@ class Recorder:
 
     def gave_up(self, region: Region, freed: int, kept: int) -> None:
         """Note when a budget evicted something."""
-        self._note(GivenUp(region.name, region.serial, 0.0, freed, kept))
+        if self._sees():
+            self._given.append(GivenUp(region.name, region.serial, self._us(perf_counter_ns()), freed, kept))
 
-    def budgets(self) -> list[BudgetState]:
-        """Return how the budgets stand that the trace, or a region in it, is in."""
-        return [BudgetState(*state) for one in self._budgets if (state := one.state()) is not None]
+    def came_back(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was away: no op has made it."""
+        if self._sees():
+            self.count(tensor.untyped_storage())
 
-    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
-        """Note where a tensor is that leaves."""
-        sent = Sent(tensor.untyped_storage())
-        with self._lock:
-            self._sent.append(sent)
-        self._note(sent)
+    def _us(self, time: int) -> float:
+        return (time - self._start) / 1000
 
-    def look_for_gone(self) -> None:
-        """Note which of the tensors that left are freed by now."""
-        if self._sent:
-            with self._lock:
-                gone = [sent for sent in self._sent if sent.storage.expired()]
-                self._sent = [sent for sent in self._sent if sent not in gone]
-            for sent in gone:
-                self._note(Gone(sent))
-
-    def _range_of(self, note: Mark | GivenUp | Sent | Gone) -> AbstractContextManager[Any]:
-        with self._lock:
-            self.notes.append(note)
-            return ProfilerRange(f"{MARK}{len(self.notes) - 1}")
-
-    def _note(self, note: GivenUp | Sent | Gone) -> None:
-        if profiler_runs():
-            with self._range_of(note):
-                pass
-
-
-class Event(NamedTuple):
-    """One event of a profile; times are in microseconds."""
-
-    name: str
-    start: float
-    end: float
-    thread: int = 0
-    block: Block | None = None  # of an allocation or a release where that is
-    bytes: int = 0  # its size, negative if it is released
-    number: int = -1  # of an autograd node that the engine runs its sequence number
-    is_outermost: bool = False  # whether nothing but the trace itself is around it
-
-    def noted(self, notes: Sequence[Any]) -> Any:
-        """Return the note that it stands for; None if it is something else."""
-        number = self.name.removeprefix(MARK)
-        return None if number == self.name or number == "all" else notes[int(number)]
-
-
-def events_in(roots: Iterable[Any]) -> list[Event]:
-    """Return the events of a tree, as ``experimental_event_tree`` gives it, as they began."""
-    found = []
-    waiting = [(node, True) for node in roots]
-    while waiting:
-        node, is_outermost = waiting.pop()
-        told, name = node.extra_fields, node.name
-        start, end = node.start_time_ns / 1000, node.end_time_ns / 1000
-        block, size, number = None, 0, -1
-        if name == "[memory]":
-            block, size = (str(told.device), told.ptr), told.alloc_size
-        elif name.startswith(_ENGINE):
-            own = [one for one in node.children if one.name == name.removeprefix(_ENGINE)]
-            numbers = (getattr(one.extra_fields, "sequence_number", -1) for one in (node, *own))
-            number = next((one for one in numbers if one >= 0), -1)
-        found.append(Event(name, start, end, node.start_tid, block, size, number, is_outermost))
-        waiting += [(child, is_outermost and name == f"{MARK}all") for child in node.children]
-    return sorted(found, key=attrgetter("start"))
+    def recorded(self) -> tuple[Any, ...]:
+        """Return what was recorded, in the order of a `Trace`'s fields."""
+        memory, nodes = Memory(self._changes), _until_next(self._nodes)
+        found = list(self._phases)
+        for mark in (mark for marks in self._marks.values() for mark in marks):
+            found += [(mark, "backward", ran) for ran in _backward_of(mark, nodes)]
+        serials = {mark.call for mark, *_ in found} | {one.call for one in self._given}
+        calls = {serial: place for place, serial in enumerate(sorted(serials))}
+        spans = []
+        for mark, phase, ran in found:
+            kept = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
+            place = (mark.region, mark.op, phase, calls[mark.call], self._us(ran.start))
+            took = (ran.end - ran.start) / 1000
+            spans.append(Span(*place, took, ran.thread, *memory.within(ran.start, ran.end), *kept))
+        spans.sort(key=lambda span: (span.start_us, -span.duration_us))
+        samples = [Sample(self._us(time), live) for time, live in memory.samples()]
+        phases = [(what, self._us(start), self._us(end)) for what, start, end in self._runs.values()]
+        given = [replace(one, call=calls[one.call]) for one in self._given]
+        budgets = [BudgetState(*state) for one in self._budgets if (state := one.state()) is not None]
+        return self._us(self._end), spans, samples, given, phases, budgets, self._compiled.ran
 
 
 class Memory:
-    """Allocations and releases, in order, of what was allocated since the profile began."""
+    """What was alive when.
 
-    def __init__(self, events: Sequence[Event], notes: Sequence[Any]) -> None:
-        self._changes: list[tuple[float, str, int]] = []  # times, devices and bytes
-        self._alive: dict[Block, tuple[int, int]] = {}  # numbers and bytes
-        for event in events:
-            if event.block is not None:
-                self._change(event.block, event.bytes, event.start)
-            elif isinstance(note := event.noted(notes), Sent):
-                for block, (number, _) in self._alive.items():
-                    if block[1] == note.address:
-                        note.block, note.number = block, number
-            elif isinstance(note, Gone) and note.sent.is_in(self._alive):
-                self._free(note.sent.block, event.start)
+    Args:
+        changes: Times, devices and bytes of allocations and releases; threads may have noted them in another order.
+    """
+
+    def __init__(self, changes: Sequence[tuple[int, str, int]]) -> None:
+        self._changes = sorted(changes, key=itemgetter(0))
         self._live = [0, *accumulate(change for _, _, change in self._changes)]
 
-    def _change(self, block: Block, size: int, time: float) -> None:
-        if block in self._alive:
-            self._free(block, time)  # also if it is allocated again: then a thread that is not in the profile freed it
-        if size >= 0:
-            self._alive[block] = len(self._changes), size
-            self._changes.append((time, block[0], size))
-
-    def _free(self, block: Block, time: float) -> None:
-        self._changes.append((time, block[0], -self._alive.pop(block)[1]))
-
-    def samples(self, start: float) -> list[Sample]:
-        """Return what was alive after each change; a time of ``start`` is 0."""
+    def samples(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield what was alive by device after each change, with its time."""
         live: dict[str, int] = {}
-        found = []
         for time, device, change in self._changes:
             live[device] = live.get(device, 0) + change
-            found.append(Sample(time - start, dict(live)))
-        return found
+            yield time, dict(live)
 
-    def within(self, start: float, end: float) -> tuple[int, int, int, int]:
+    def within(self, start: int, end: int) -> tuple[int, int, int, int]:
         """Return the bytes allocated and freed from one time to another, those alive at its end, and the peak."""
         when = itemgetter(0)
         first, last = bisect_left(self._changes, start, key=when), bisect_right(self._changes, end, key=when)
@@ -360,67 +408,20 @@ class Memory:
         return allocated, allocated - sum(changes), self._live[last], max(self._live[first : last + 1])
 
 
-def timeline_of(
-    events: Sequence[Event], notes: Sequence[Any]
-) -> tuple[float, list[Span], list[Sample], list[GivenUp], list[tuple[str, float, float]]]:
-    """Return what a profile and the notes in it say, in the order of a `Trace`'s fields."""
-    whole = next(event for event in events if event.name == f"{MARK}all")
-    start, memory = whole.start, Memory(events, notes)
-    found: list[tuple[Mark, Phase, Interval, int]] = []
-    given: list[GivenUp] = []
-    replays: dict[int, list[Interval]] = {}
-    for event in events:
-        note = event.noted(notes)
-        if isinstance(note, GivenUp):
-            given.append(replace(note, time_us=event.start - start))
-        elif isinstance(note, Mark):
-            found.append((note, note.phase, event[1:3], event.thread))
-            if note.phase == "replay" and note.op is None:
-                replays.setdefault(note.call, []).append(event[1:3])
-    engine = [event for event in events if event.number >= 0]
-    for mark in notes:
-        if isinstance(mark, Mark) and mark.end_number > mark.first_number:
-            for thread, interval in _backward_of(mark, engine, replays.get(mark.call, [])):
-                found.append((mark, "backward", interval, thread))
-    serials = {mark.call for mark, *_ in found} | {one.call for one in given}
-    calls = {serial: place for place, serial in enumerate(sorted(serials))}
-    spans = []
-    for mark, phase, (begin, end), thread in found:
-        kept = (mark.kept_bytes, mark.offloaded_bytes) if phase == "forward" else (0, 0)
-        place = (mark.region, mark.op, phase, calls[mark.call])
-        spans.append(Span(*place, begin - start, end - begin, thread, *memory.within(begin, end), *kept))
-    spans.sort(key=lambda span: (span.start_us, -span.duration_us))
-    given_up = [replace(one, call=calls[one.call]) for one in given]
-    phases = [(phase, begin - start, end - start) for phase, begin, end in _phases_of(events)]
-    return whole.end - start, spans, memory.samples(start), given_up, phases
+def _until_next(nodes: Sequence[Ran]) -> list[Ran]:
+    """Return what ran in order of time, each up to the next in its thread and backward: only then its node is over."""
+    found, following = [], dict[tuple[int, int], int]()
+    for ran in sorted(nodes, reverse=True):
+        key = ran.thread, ran.task
+        found.append(ran._replace(end=following.get(key, ran.end)))
+        following[key] = ran.start
+    return found[::-1]
 
 
-def _phases_of(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
-    """Yield when the engine ran, whatever nodes, and when an optimizer did; forward is the rest."""
-    outer = [one for one in events if one.is_outermost and one.block is None and one.name != f"{MARK}all"]
-    for is_engine, found in groupby(outer, lambda event: event.name.startswith(_ENGINE)):
-        if is_engine:
-            run = list(found)
-            yield "backward", run[0].start, run[-1].end
-    for event in events:
-        if event.name.startswith(_OPTIMIZER):
-            yield "the optimizer's step", event.start, event.end
-
-
-def _backward_of(mark: Mark, engine: Sequence[Event], replays: Sequence[Interval]) -> list[tuple[int, Interval]]:
-    """Return the stretches in which the engine ran a mark's nodes; other nodes end a stretch."""
-    stretches: list[tuple[int, Interval]] = []
-    going_on = False
-    for event in engine:
-        if not mark.first_number <= event.number < mark.end_number:
-            going_on = False
-            continue
-        begin, end = event[1:3]
-        # Replays come first, in a hook or at the first read.
-        start = max((stop for at, stop in replays if begin <= at and stop <= end), default=begin)
-        if going_on and stretches[-1][0] == event.thread and start == begin:
-            stretches[-1] = (event.thread, (stretches[-1][1][0], end))
-        else:
-            stretches.append((event.thread, (start, end)))
-        going_on = True
-    return stretches
+def _backward_of(mark: Mark, nodes: Sequence[Ran]) -> Iterator[Ran]:
+    """Yield the stretches in which a mark's nodes ran; other nodes, and replays, end a stretch."""
+    own = range(mark.first_number, mark.end_number)
+    for (is_own, _), run in groupby(nodes, lambda ran: (ran.number in own, ran.thread)):
+        if is_own:
+            ran = list(run)
+            yield ran[0]._replace(end=ran[-1].end)

@@ -5,31 +5,25 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.profiler import ProfilerActivity, profile
-
-from torch_remat._compat import ProfilerRange, any_profiler_runs, eager_only
+from torch_remat._compat import eager_only
 from torch_remat._util.text import format_bytes, unit_of
 from torch_remat.errors import UsageError
 from torch_remat.reports.fold import fold_series
 from torch_remat.reports.pictures import GREY, INK, LIGHT, new_figure
 from torch_remat.reports.report import Block, Pictured, Report
 from torch_remat.reports.timeline import (
-    MARK,
     BudgetState,
     GivenUp,
     Phase,
     Recorder,
     Sample,
     Span,
-    events_in,
-    timeline_of,
-)  # fmt: skip
-from torch_remat.reports.watch import observed_by
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,6 +55,7 @@ class Trace(Report, Pictured):
         phases: When autograd's engine ran (``"backward"``) and optimizers did, with begin and end in microseconds; the
             rest is forward.
         budgets: The state of budgets at the end.
+        has_compiled: Whether compiled code ran, which torch 2.13 and newer say: then bytes on the CPU are not complete.
     """
 
     duration_us: float = 0.0
@@ -69,6 +64,7 @@ class Trace(Report, Pictured):
     given_up: Sequence[GivenUp] = ()
     phases: Sequence[tuple[str, float, float]] = ()
     budgets: Sequence[BudgetState] = ()
+    has_compiled: bool = False
 
     _is_over = False  # no field
 
@@ -131,6 +127,8 @@ class Trace(Report, Pictured):
             blocks.append(Block(head, list(map(_given_cells, given)), (0, 2), 2))
             if rest:
                 blocks.append(Block([f"  and {len(rest)} more times: {format_bytes(sum(one.bytes for one in rest))}"]))
+        if self.has_compiled:
+            blocks.append(Block(["compiled code ran: what it allocates on the CPU is not counted in full"]))
         return blocks
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,19 +169,21 @@ class Trace(Report, Pictured):
 @eager_only
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Record forward, replay and backward of each region and op inside, with every allocation.
+    """Record forward, replay and backward of each region and op inside, and the bytes alive meanwhile.
 
-    `torch.profiler` runs meanwhile, so each op takes some microseconds longer, and no other profiler may run. Bytes are
-    exact: the allocators of all devices report each block. Blocks that were there before do not count. On an
-    accelerator, times are those of the host, which runs ahead of the device. Work of Python threads other than the
-    caller's and autograd's is not in the trace.
+    A dispatch mode runs meanwhile, so each op takes about 10 microseconds longer. It counts the storages that ops make,
+    as long as they live; those that were there before do not count. What it does not see: memory that a kernel frees
+    before it returns, what compiled code and other libraries allocate, tensors that no op makes, such as random states,
+    and storages that are resized, as those of FSDP are. Sums of gradients, which autograd else adds up in place, count
+    as new tensors.
+
+    With CUDA the bytes are those of its allocator, which sees all of that: from the beginning on, with what was there
+    before. Its peak statistics are reset. Times are those of the host, which runs ahead of the device. Work of Python
+    threads other than the caller's and autograd's is not in the trace.
 
     Yields:
         The trace, to be read once the block has been left, also where an error leaves it: ``print(trace)``,
         ``trace.plot("step.png")``, ``trace.to_chrome_trace("step.json")``, ``trace.spans``. It keeps no tensor.
-
-    Raises:
-        UsageError: A profiler runs already. Its profile has the ranges of regions and ops in any case.
 
     Example:
         >>> import torch
@@ -194,30 +194,12 @@ def trace() -> Iterator[Trace]:
         >>> [span.phase for span in trace.spans]
         ['forward', 'replay', 'backward']
     """
-    if any_profiler_runs():
-        raise UsageError(
-            "trace() needs torch.profiler, and a profiler runs already",
-            remedy="Use one of them: a profile has ranges of regions and ops (`remat::region::op [replay]`) as well.",
-        )
     result, recorder = Trace(), Recorder()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     try:
-        with profiler, observed_by(recorder), ProfilerRange(f"{MARK}all"):
-            try:
-                yield result
-            finally:
-                recorder.look_for_gone()
-    except BaseException:
-        with suppress(Exception):  # what happened up to the error; the error itself must pass
-            _read(profiler, recorder, result)
-        raise
-    _read(profiler, recorder, result)
-
-
-def _read(profiler: profile, recorder: Recorder, result: Trace) -> None:
-    profiled: Any = profiler.profiler
-    events = events_in(profiled.kineto_results.experimental_event_tree())
-    result.fill(*timeline_of(events, recorder.notes), recorder.budgets())
+        with recorder.recording():
+            yield result
+    finally:
+        result.fill(*recorder.recorded())
 
 
 def _chrome_events(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -305,7 +287,7 @@ def _draw_curve(trace: Trace, axes: Axes) -> None:
         if span.op is None and span.phase == "replay":
             start, end = span.start_us / 1000, span.end_us / 1000
             axes.axvspan(start, end, facecolor="none", hatch="////", edgecolor="#b0b0b0", linewidth=0)
-    axes.set_ylabel(f"live {name} (since the trace began)")
+    axes.set_ylabel(f"live {name}")
     marked: dict[str, Any] = {"color": GREY, "edgecolor": INK, "zorder": 3, "clip_on": False}
     if trace.given_up:
         when = [one.time_us / 1000 for one in trace.given_up]

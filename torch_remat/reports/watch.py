@@ -45,29 +45,26 @@ class Observer(Protocol):
     def finish(self, region: Region) -> None:
         """The region's forward is over, and the tape is as it stays."""
 
-    def offload_began(self, tensor: torch.Tensor, key: int) -> None:
-        """An offloader has taken a tensor's memory, now or under an earlier name.
-
-        It may free that on a thread that no profiler sees. ``key`` is the id of the `StoredCopy`.
-        """
-
     def gave_up(self, region: Region, freed: int, kept: int) -> None:
         """A region of a budget keeps less from now on.
 
         ``freed`` are the bytes that its replay recomputes, ``kept`` those that the budget's regions keep after it.
         """
 
+    def came_back(self, tensor: torch.Tensor) -> None:
+        """An offloader has brought a tensor back."""
+
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Let an observer watch all regions of this process."""
     observers.append(observer)
-    told.append(observer.offload_began)
+    told.append(observer.came_back)
     try:
         yield
     finally:
         observers[:] = [one for one in observers if one is not observer]
-        told[:] = [one for one in told if one != observer.offload_began]
+        told[:] = [one for one in told if one != observer.came_back]
 
 
 class PhaseWatch:

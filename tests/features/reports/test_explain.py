@@ -63,6 +63,16 @@ layers.0-2 (each of 3)
     )
 
 
+def test_equal_regions_are_one_table_whatever_their_names_and_what_is_between_them():
+    def model(x):
+        for name in ("encoder", "middle", "decoder.0", "decoder.1", "head", "tail"):
+            x = checkpointed(torch.sin if name == "middle" else BLOCK, region_name=name)(x)
+        return x
+
+    lines = str(remat.explain(model)(leaf(128, 64))).splitlines()
+    assert [line for line in lines if line[:1].strip()] == ["encoder, decoder.0-1 and 2 more (each of 5)", "middle"]
+
+
 def test_explanation_of_what_a_policy_keeps():
     policy = {F.linear: OFFLOAD, F.gelu: SAVE}
     function = checkpointed(BLOCK, region_name="r", policy=policy)

@@ -35,7 +35,29 @@ def test_regions_of_other_graphs_are_apart_and_without_roots_all_regions_are_tol
     assert report.to_dict()["older"][0]["bytes"] == report.older[0].bytes
     del first, second
     assert remat.memory_report().regions == ()
-    assert str(remat.memory_report()) == "kept for backward: 0 B"
+
+
+class SavesInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("function", [torch.exp, SavesInput.apply, checkpointed(torch.sin)], ids=str)
+def test_report_that_has_nothing_says_why(function):
+    y = function(leaf(3) * 2)
+    assert remat.memory_report(y).why_nothing == ""
+    y.sum().backward()
+    first = str(remat.memory_report(y)).splitlines()[0]  # the leaf is there
+    assert first == "kept for backward: 12 B (backward has freed it: call memory_report before)"
+    assert "(no region is alive: " in str(remat.memory_report())
+    assert "(the tensors have no graph)" in str(remat.memory_report(y.detach()))
+    assert str(remat.memory_report(torch.nn.Parameter(torch.ones(3)).sum())).startswith("kept for backward: 0 B\n")
 
 
 def test_report_keeps_nothing_alive_and_changes_nothing():

@@ -180,3 +180,14 @@ def test_live_bytes_of_a_trace_fall_when_a_thread_of_the_offloader_frees_a_tenso
     assert (forward["b"].kept_bytes, forward["b"].offloaded_bytes) == (0, 2 * 40000)
     assert forward[None].offloaded_bytes == 4 * 40000
     assert "offloaded" in str(trace)
+
+
+def test_trace_counts_what_an_offloader_brings_back(tmp_path):
+    offloader = remat.DiskOffloader(tmp_path, min_bytes=0)
+    region = remat.checkpoint(offload_inputs=True, offloader=offloader, preserve_rng_state=False)(torch.sin)
+    loss = region(torch.randn(100, 100, requires_grad=True) * 2).sum()
+    offloader.flush()
+    with remat.trace() as trace:
+        loss.backward()
+    replay, _ = trace.spans
+    assert (replay.phase, replay.live_bytes) == ("replay", 40004)  # and the gradient of the loss
