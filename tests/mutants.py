@@ -424,6 +424,11 @@ MUTANTS = (
         "has_moved = False",
     ),
     Mutant(
+        "numbers of a module do not go with its tensors", "outside", "dispatch/reach.py",
+        "if (has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS):",
+        "if False:",
+    ),
+    Mutant(
         "buffer not left as a skipped call left it", "outside", "dispatch/call/answerer.py",
         "for tensor in self.region.outside.leave(call.name):",
         "for tensor in ():",
