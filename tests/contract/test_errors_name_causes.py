@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,8 +202,7 @@ def test_mask_that_is_built_lazily_under_a_policy_names_the_cause_and_the_remedy
         def mask(n):
             return torch.ones(n, n).tril().log()
 
-        held = nn.Module()
-        held.mask = None
+        held = SimpleNamespace(mask=None)  # of a module, None is state
 
         def attribute(n):
             if held.mask is None:

@@ -432,8 +432,8 @@ def run_loose(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 _SAME_OPS = (
     "A region with a policy, and a Python function in a native region, must run the same ops in both phases: look for "
     "state that changed in between and for branches on is_recomputing() or on data that torch cannot see. "
-    "In the first step something may have been built in forward alone (functools.lru_cache, `if self.mask is None:`, "
-    "a lazy module): build it before the first region, or run one forward outside of regions."
+    "In the first step something may have been built in forward alone (functools.lru_cache, a lazy module, an "
+    "object that is no module): build it before the first region, or run one forward outside of regions."
 )
 
 
