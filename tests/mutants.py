@@ -385,8 +385,13 @@ MUTANTS = (
     # What outlives a region.
     Mutant(
         "buffer not put back after replay", "outside", "dispatch/region/replay.py",
-        "            if self._before:\n                put_back(self._before)",
-        "",
+        "            put_back(self._bound)\n            put_back(self._before)\n",
+        "            put_back(self._bound)\n",
+    ),
+    Mutant(
+        "placeholder left in an attribute", "outside", "dispatch/region/replay.py",
+        "            put_back(self._bound)\n            put_back(self._before)\n",
+        "            put_back(self._before)\n",
     ),
     Mutant(
         "buffer not put back to start over", "outside", "dispatch/region/replay.py",
@@ -425,7 +430,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers of a module do not go with its tensors", "outside", "dispatch/reach.py",
-        "if (has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS):",
+        "if NoneType in kinds or ((has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS)):",
         "if False:",
     ),
     Mutant(

@@ -363,7 +363,7 @@ class Rotary(nn.Module):
         return (self.linear(x) * self.table[: len(x)]).exp()
 
 
-@pytest.mark.parametrize("way", ["plain", "method", "region in a region", "native region", "call"])
+@pytest.mark.parametrize("way", ["plain", "policy", "method", "region in a region", "native region", "call"])
 def test_table_that_grows_with_a_length_beside_it_is_exact(way):
     """Two graphs are there at once: replay of the first finds what its forward found."""
 

@@ -13,10 +13,10 @@ is not found either: the replay starts when autograd unpacks the first empty hol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,29 +28,7 @@ from torch_remat._compat import PYTREE_NAMESPACE, adopt_pytree_node, optree
 # Torch's own modules, to which nobody adds an attribute, have buffers at most; a bare `Module()` is a holder.
 _BARE = {kind for kind in vars(torch.nn).values() if isinstance(kind, type) and issubclass(kind, Module)} - {Module}
 _COUNT = len(Module().__dict__)  # of the attributes that every module has, which come first
-_NUMBERS = {int, float, bool, str}
-
-
-class Numbers:
-    """The numbers and strings among a module's attributes: one value, the same object as long as none has changed."""
-
-    __slots__ = ("_attributes", "_latest")
-
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self._attributes, self._latest = attributes, dict[str, object]()
-
-    def __getitem__(self, key: object) -> dict[str, object]:
-        now = {name: value for name, value in self._attributes.items() if type(value) in _NUMBERS}
-        if now != self._latest:
-            self._latest = now
-        return self._latest
-
-    def __setitem__(self, key: object, value: dict[str, object]) -> None:
-        self._attributes.update(value)
-
-    def are_of(self, holders: Collection[int]) -> bool:
-        """Whether one of these, by identity, holds the module's buffers or its other attributes."""
-        return id(self._attributes) in holders or id(self._attributes["_buffers"]) in holders
+_NUMBERS = frozenset((int, float, bool, str, NoneType))
 
 
 class Place(NamedTuple):
@@ -104,17 +82,20 @@ class Reached:
             for one that a module has not set.
         generators: The random generators.
         places: The other tensors.
+        numbers: Of modules that have such tensors, or may get some, the attributes that are numbers, strings or None:
+            where, and what they were.
         leaves: Where those of the parameters lie that are plain tensors, and before how many places: what replay has of
             a result that was kept is such a leaf, too.
     """
 
-    __slots__ = ("generators", "leaves", "modules", "parameters", "places")
+    __slots__ = ("generators", "leaves", "modules", "numbers", "parameters", "places")
 
     def __init__(self) -> None:
         self.modules: list[Module] = []
         self.parameters: list[Tensor | None] = []
         self.generators: list[Generator] = []
         self.places: list[Place] = []
+        self.numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.leaves: list[tuple[int, Place]] = []
 
     @property
@@ -154,8 +135,9 @@ class Reached:
             self.places += [
                 Place(attributes, name, value, None) for name, value in attributes.items() if type(value) is Tensor
             ]
-        if (has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS):
-            self.places.append(Place(Numbers(attributes), "numbers", None, None))
+        if NoneType in kinds or ((has_buffers or Tensor in kinds) and not kinds.isdisjoint(_NUMBERS)):
+            items = islice(reversed(attributes.items()), own)
+            self.numbers.append((attributes, {name: value for name, value in items if type(value) in _NUMBERS}))
 
 
 def reach(function: Callable[..., Any], arguments: Sequence[Module] = (), parameters_alone: bool = False) -> Reached:

@@ -39,7 +39,7 @@ from torch_remat.dispatch.ops.results import Results
 from torch_remat.dispatch.ops.storages import Storages
 from torch_remat.dispatch.placeholder import NOT_LAZY, Placeholder, new_tuple
 from torch_remat.dispatch.reach import node_of
-from torch_remat.dispatch.region.outside import State
+from torch_remat.dispatch.region.outside import Before
 from torch_remat.dispatch.region.region import OpenRegion
 from torch_remat.dispatch.slot import Slot, placement_in, slot_for
 from torch_remat.errors import UsageError
@@ -341,7 +341,7 @@ class Log:
 
     # What calls modify.
 
-    def note_outside(self, call: Call, before: Sequence[State]) -> None:
+    def note_outside(self, call: Call, before: Before) -> None:
         """Note what a call has changed of what the region reaches."""
         outside = self.region.outside
         assert outside is not None
@@ -399,7 +399,7 @@ class Log:
 
     # Ops with handles.
 
-    def end_handle(self, call: Call, outs: tuple[Tensor, ...], entered: int, before: Sequence[Any]) -> None:
+    def end_handle(self, call: Call, outs: tuple[Tensor, ...], entered: int, before: Before) -> None:
         """Note a saved handle whose body has ended.
 
         Args:

@@ -6,7 +6,8 @@ changed. Out: in a replay the state of forward, afterwards all as it was, and th
 NOTE [ Outside ]
 Which tensor a place is bound to, and the values of a buffer of at most 64 KiB of a module in training, are *state*: if
 forward changes them, replay starts from what forward began with, a skipped call leaves there what it left in forward,
-and afterwards all is as it was; with a module's tensors also its numbers, which may say how much of a cache is filled.
+and afterwards all is as it was. So are numbers, strings and None among the attributes of a module with such tensors, or
+one that may get some: they say how much of a cache is filled. But not where a call changes one that replay skips.
 Values are compared too, since batch norms and ``.data`` move no counter.
 All else that changed is *unread*:
 1. What only skipped calls modified, until the last of them has begun; it is not modified again.
@@ -22,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from operator import is_
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -31,12 +33,13 @@ from torch.nn.parameter import is_lazy
 
 from torch_remat._compat import BATCH_NORM, is_refused, set_version, without_modes_for
 from torch_remat.dispatch.keys import UNCOUNTED, keys_of, version_of
-from torch_remat.dispatch.reach import Numbers, Place
+from torch_remat.dispatch.reach import Place, Reached
 from torch_remat.errors import MutationError, RematError, at_user_line
 
 COPIED_BYTES = 1 << 16
 """Up to this size a buffer is copied before forward, since only the end of forward shows whether it changed."""
 
+Before = tuple[list["State"], list[Any]]  # what a call finds: at the places, and the numbers of modules
 MakeErrorOf = Callable[[Tensor], RematError]  # of the tensor that is read
 # Storages, as `key_of` names them; how many names must have begun in a replay before they may be read; whether an op
 # that overwrites all of one makes it right; whether one is another since forward ended, so that a saved tensor is
@@ -175,18 +178,19 @@ class Outside:
     """The places that one region reaches.
 
     Args:
-        places: The places.
+        reached: What the region's function reaches.
         has_policy: Whether a policy watches the region's ops.
     """
 
-    __slots__ = ("_effects", "_has_policy", "_noted")
+    __slots__ = ("_effects", "_has_policy", "_noted", "_numbers")
 
-    def __init__(self, places: Sequence[Place], has_policy: bool) -> None:
+    def __init__(self, reached: Reached, has_policy: bool) -> None:
         self._has_policy = has_policy
+        self._numbers = reached.numbers
         self._effects: dict[str, list[tuple[Noted, State]]] = {}  # what each skipped call left
         self._noted = [
             Noted(place)
-            for place in places
+            for place in reached.places
             if (tensor := place.tensor) is None
             or place.module is not None
             or not (is_refused(tensor) or tensor.is_inference())
@@ -210,11 +214,14 @@ class Outside:
         """Return the storages of the small buffers, whose values are state."""
         return _keys([noted for noted in self._noted if noted.has_values()])
 
-    def before(self) -> list[State]:
+    def before(self) -> Before:
         """Return what is there before a call that replay skips."""
-        return [noted.now(noted.is_small) for noted in self._noted]
+        return [noted.now(noted.is_small) for noted in self._noted], self._numbers_now()
 
-    def after(self, before: Sequence[State], name: str, number: int) -> tuple[bool, list[str]]:
+    def _numbers_now(self) -> list[Any]:
+        return [attributes.get(name) for attributes, start in self._numbers for name in start]
+
+    def after(self, before: Before, name: str, number: int) -> tuple[bool, list[str]]:
         """Note what such a call has changed, once it is over.
 
         Args:
@@ -227,7 +234,10 @@ class Outside:
         """
         effects: list[tuple[Noted, State]] = []
         modified = []
-        for noted, earlier in zip(self._noted, before, strict=True):
+        states, numbers = before
+        if not all(map(is_, numbers, self._numbers_now())):
+            self._numbers = []  # replay has those that the call left
+        for noted, earlier in zip(self._noted, states, strict=True):
             now, tensor, copy = noted.now(False), earlier.tensor, earlier.copy
             is_same = now.value is earlier.value and now.version == earlier.version
             if is_same and (copy is None or tensor is None or _same(tensor, copy)):
@@ -287,10 +297,12 @@ class Outside:
         """
         for noted in self._noted:
             noted.finish(self._has_policy, is_logged)
-        changed = {id(noted.place.holder) for noted in self._noted if noted.start is not None}
-        for noted in self._noted:
-            if type(noted.place.holder) is Numbers and not noted.place.holder.are_of(changed):
-                noted.start, noted.left = None, ()
+        for attributes, start in self._numbers:
+            for name, value in start.items():
+                if attributes.get(name) is not value:
+                    self._noted.append(Noted(Place(attributes, name, None, None)))
+                    self._noted[-1].start = State(value, 0)
+        self._numbers = []
 
     # Replay.
 

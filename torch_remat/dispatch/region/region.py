@@ -251,8 +251,8 @@ class Region:
         self.inputs: RegionInputs | None = inputs
         reached = reached_by(function, inputs)
         self.parameters: Sequence[torch.Tensor | None] = reached.parameters
-        if reached.places:
-            self.outside = Outside(reached.places, options.policy is not None)
+        if reached.places or reached.numbers:
+            self.outside = Outside(reached, options.policy is not None)
         self.rng = None
         if options.preserve_rng_state:
             if inputs.others:

@@ -56,7 +56,7 @@ from torch_remat.dispatch.mode import RematMode, Replaying, StopReplay, StopUnde
 from torch_remat.dispatch.naming import scope, scope_restored
 from torch_remat.dispatch.options import is_watched
 from torch_remat.dispatch.placeholder import Packed, Placeholder, Refusal, add_note, last_refusal, unpack
-from torch_remat.dispatch.reach import Numbers, Place
+from torch_remat.dispatch.reach import Place
 from torch_remat.dispatch.region.inputs import fresh_alias, leaves_of, with_leaves
 from torch_remat.dispatch.region.outside import State, Unreadable, put_back
 from torch_remat.dispatch.region.region import OpenRegion, Region, Tape, reached_by
@@ -557,10 +557,8 @@ class Filling(Replaying):
 def _bound_now(region: OpenRegion) -> list[tuple[Place, State]]:
     """Return the tensors that are at the places that a region's function reaches, also those that forward put there."""
     found = reached_by(region.function, region.inputs).tensors
-    # A list may be shorter after replay, in a tuple nothing is put, and numbers are no placeholders.
-    return [
-        (place, State(place.tensor, UNCOUNTED)) for place in found if type(place.holder) not in (list, tuple, Numbers)
-    ]
+    # A list may be shorter after replay, and in a tuple nothing is put.
+    return [(place, State(place.tensor, UNCOUNTED)) for place in found if type(place.holder) not in (list, tuple)]
 
 
 _REPLAY = Filling.replay.__code__
