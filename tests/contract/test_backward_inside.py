@@ -11,13 +11,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
-    Mlp,
     assert_same,
     assert_same_program,
     checkpointed,
     leaf,
     pairwise,
-    parameter_gradients,
     plain,
     refused_if,
 )
@@ -25,23 +23,6 @@ from tests.helpers import (
 
 def _grad_of(output, *inputs, **options):
     return torch.autograd.grad(output.sum(), inputs, **options)[0]
-
-
-@pytest.mark.parametrize("check", ["default", "bitwise"])
-def test_gradient_taken_inside_a_region_with_create_graph_is_equal(check):
-    def program(wrap):
-        model = Mlp(4)
-
-        def block(x):
-            h = x.sin()
-            return h - _grad_of(model(h), h, create_graph=True)
-
-        x = leaf(2, 4)
-        y = wrap(block)(x)
-        y.square().sum().backward()
-        return y, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program, determinism_check=check)
 
 
 def torchs(function):
@@ -73,21 +54,6 @@ def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(
         with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
             program(checkpointed)
         assert caught.value.op == "n"
-
-
-def test_gradient_inside_a_native_region_is_exact():
-    count = torch.zeros(())
-
-    def inside(h):
-        count.add_(1)
-        return _grad_of((h * h).sin(), h) * h
-
-    def program(region):
-        x = leaf(3, 3)
-        return torch.autograd.grad(region(lambda x: remat.native_save_region("n", inside, x.cos()))(x).sum(), x)
-
-    assert_same_program(program)
-    assert count == 2
 
 
 def test_gradient_that_is_refused_and_swallowed_is_an_error_at_the_end_of_forward():
@@ -160,25 +126,6 @@ def test_hooks_on_outputs_inputs_and_inner_tensors_see_equal_gradients():
         return x.grad, y.grad, *seen
 
     assert_same_program(program)
-
-
-@pytest.mark.parametrize("outer", [torchs, checkpointed])
-def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer):
-    def through(value, other):
-        with torch.enable_grad():
-            t = value.detach().requires_grad_()
-            return torch.autograd.grad((t.sin() * other).sum(), t, create_graph=True)[0]
-
-    def program(outer, inner, call):
-        def block(value, other):
-            return call(through)(value, other) @ other
-
-        return outer(lambda x: inner(block)(x + 1, x * 3))
-
-    x = leaf(4, 4)
-    expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
-    actual = program(outer, checkpointed, lambda f: remat.op(f, "through"))(x)
-    assert_same(expected, torch.autograd.grad(actual.sum(), x))
 
 
 # --- Regions in each other: the replay of an inner one is part of the ops of the outer one
@@ -258,21 +205,3 @@ def test_gradient_inside_of_nested_regions(outer, inner, gradient, where):
         with refused_if(not REFUSING.keys().isdisjoint((outer, inner))):
             actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=REGIONS[inner]))
             assert_same(result(program), actual, name)
-
-
-def test_replay_inside_forward_goes_no_further_than_forward_has_come():
-    """An op may fill the last tensor that it saves, so that replay does not stop before it."""
-    runs = []
-
-    def block(h):
-        point = h.detach().requires_grad_()
-        y = functional.layer_norm(point, (4,))
-        (gradient,) = torch.autograd.grad(y.sum(), point, create_graph=True)
-        runs.append(remat.is_recomputing())
-        (second,) = torch.autograd.grad((point + gradient.sin()).sum(), point)
-        return h * second
-
-    expected = result(lambda h, w: block(h) * w)
-    runs.clear()
-    assert_same(expected, result(lambda h, w: checkpointed(block)(h) * w))
-    assert runs[0] is False

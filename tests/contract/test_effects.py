@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 import torch_remat as remat
 from tests.contract.test_native_regions import BODIES, framed
-from tests.handle_ops import RECOMPUTE, SAVE
+from tests.handle_ops import SAVE
 from tests.helpers import (
     assert_equal_gradients,
     assert_same,
-    assert_same_program,
     leaf,
     name_of,
     pairwise,
@@ -31,22 +30,6 @@ from tests.helpers import (
 )
 from tests.native_programs import keep, region
 from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in, everything, nothing
-
-
-def test_region_that_changed_something_outside_runs_once_and_its_result_is_there():
-    counter = torch.zeros(())
-
-    def body(h):
-        counter.add_(1)
-        return h @ h
-
-    def function(x):
-        h = keep("scores", body, x * 2)
-        return (x * h.detach().abs().amax()).sin()
-
-    assert_same_program(lambda wrap: torch.autograd.grad(wrap(function)(x := leaf(3, 3)).sum(), x))
-    assert counter == 2  # plain, and in forward
-
 
 # --- Under a policy
 
@@ -82,22 +65,6 @@ def test_custom_op_that_writes_outside_writes_once(policy, run):
     assert_same([expected, written], [actual, log])
 
 
-@pytest.mark.parametrize("saved", ["mul_", "sin", "exp"])
-@pytest.mark.parametrize("call", ["native", "plain"])
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_what_was_written_and_then_got_another_shape_in_place(saved, call):
-    def block(x):
-        written = remat.native_save_region("k", lambda h: h.mul_(2).t_(), x.sin()) if call == "native" else None
-        return (x.sin().mul_(2).t_() if written is None else written).exp() * x
-
-    def policy(ctx, op, *args, **kwargs):
-        return SAVE if op.overloadpacket is getattr(torch.ops.aten, saved) else RECOMPUTE
-
-    x = leaf(3, 3)
-    expected = torch.autograd.grad(block(x).sum(), x)
-    assert_same(expected, torch.autograd.grad(remat.checkpoint(policy=policy)(block)(x).sum(), x))
-
-
 @pytest.mark.parametrize("name", BODIES)
 @policies
 def test_bodies_of_native_regions_under_a_policy(policy, name):
@@ -113,45 +80,6 @@ def test_bodies_of_native_regions_under_a_policy(policy, name):
         assert_equal_gradients(bare, region(policy)(bare), inputs)
     except remat.MutationError:
         assert policy is not nothing  # a saved result was changed: SAC refuses it too
-
-
-class Averaged(nn.Module):
-    """A buffer that follows a mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.rand(4, 4) + 0.5)
-
-    def follow(self, x):
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.detach().abs().mean(0))
-
-    def scale(self, x, reads):
-        self.follow(x)
-        return x * self.mean.clone() if reads else x * 2
-
-
-@pairwise(way=[BY_OP, BY_NATIVE_REGION], also=["before", "after", "both"], reads=[False, True])
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(way, also, reads):
-    """It is state: replay starts from what forward found, and leaves what forward left."""
-
-    def program(way):
-        module, x = Averaged(), leaf(4, 4)
-
-        def function(x):
-            h = x * 1.0
-            if also != "after":
-                module.follow(x)
-            r = way.keep("scale", module.scale, h, reads)
-            if also != "before":
-                module.follow(h)
-            r[0].mul_(0.5)
-            return r.sin() * h
-
-        return torch.autograd.grad(way.region(function)(x).sum(), x), module.mean
-
-    assert_same_in(way, program, policy=[torch.ops.aten.mm.default])
 
 
 @pytest.mark.parametrize("given", ["argument", "variable"])

@@ -11,12 +11,11 @@ import torch_remat as remat
 from tests.handle_ops import SAVE, Inner, Trace, call
 from tests.helpers import (
     assert_clean_state,
-    assert_equal_gradients,
     assert_same_program,
     leaf,
     parameter_gradients,
 )
-from tests.native_programs import aten, keep, region, replayed_ops
+from tests.native_programs import aten, keep, region
 
 # --- In a native region
 
@@ -101,35 +100,6 @@ def test_in_place_change_of_a_kept_tensor_is_an_error_with_its_name(how):
     assert caught.value.op == "scores"
     assert "block::scores" in str(caught.value)
     assert caught.value.tensor
-
-
-class Stop(Exception):
-    """Raised by bodies of native regions."""
-
-
-@pytest.mark.parametrize("where", ["first op", "after all", "nested"])
-def test_exception_that_the_region_catches_is_the_same_in_replay(where):
-    def body(h, w):
-        if where == "first op":
-            raise Stop
-        (h @ w).sin()
-        if where == "nested":
-            keep("inner", lambda: (_ for _ in ()).throw(Stop))
-        raise Stop
-
-    def function(x, w):
-        h = (x * 2).cos()
-        try:
-            h = keep("risky", body, h, w)
-        except Stop:
-            h = keep("fallback", lambda: (h @ w).tanh())
-        return h.exp()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    if where != "nested":
-        again = {"mm": 1, "sin": 1} if where == "after all" else {}  # what raised runs again
-        assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1} | again
 
 
 def test_wrong_name_or_function_is_an_error():

@@ -23,33 +23,12 @@ from tests.helpers import (
 )
 
 
-def test_second_order_gradients_are_equal():
-    def program(wrap):
-        x, w = leaf(4, 3), leaf(3, 3)
-        y = wrap(lambda x: chain(x @ w))(x)
-        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        gx.square().sum().backward()
-        return y, gx, x.grad, w.grad
-
-    assert_same_program(program)
-
-
 def test_numerical_first_and_second_derivatives_agree():
     x = torch.randn(3, dtype=torch.double, requires_grad=True)
     w = torch.randn(3, 3, dtype=torch.double, requires_grad=True)
     function = checkpointed(lambda x, w: (chain(x @ w).tanh(), x.sigmoid()))
     assert torch.autograd.gradcheck(function, (x, w))
     assert torch.autograd.gradgradcheck(function, (x, w))
-
-
-@pytest.mark.parametrize("chosen", [[0], [1, 3], [2]])
-def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
-    def program(wrap):
-        leaves = [leaf(3, 3) for _ in range(4)]
-        y = wrap(lambda x, w: ((x @ w).sin() @ leaves[2]).exp() @ leaves[3])(*leaves[:2])
-        return torch.autograd.grad(y.sum(), [leaves[i] for i in chosen])
-
-    assert_same_program(program, replays=1)
 
 
 def test_gradient_for_a_tensor_made_inside_the_region_is_equal():

@@ -11,7 +11,6 @@ import torch_remat as remat
 from tests.helpers import (
     Calls,
     CountOps,
-    Stack,
     assert_same,
     assert_same_program,
     chain,
@@ -19,25 +18,12 @@ from tests.helpers import (
     leaf,
     name_of,
     pairwise,
-    parameter_gradients,
 )
-from tests.ways import WAYS, assert_same_in
 
 
 def two_branches(x):
     """Two outputs whose backwards share no saved tensor."""
     return x.sin().exp(), x.cos().tanh()
-
-
-def test_regions_in_a_row_have_equal_gradients_and_replay_once_each():
-    def program(wrap):
-        model = Stack(wrap, depth=3)
-        x = leaf(2, 5, 8)
-        y = model(x)
-        y.square().mean().backward()
-        return [y, x.grad, *parameter_gradients(model)]
-
-    assert_same_program(program, replays=6)
 
 
 class Logged(torch.autograd.Function):
@@ -125,27 +111,6 @@ def test_region_that_saves_nothing_is_never_replayed():
     checkpointed(function)(x).sum().backward()
     assert function.total == 1
     assert_same(x.grad, torch.ones(3))
-
-
-@pairwise(way=WAYS, early_stop=[True, False])
-def test_kept_graph_gives_equal_gradients_any_number_of_times(way, early_stop):
-    def program(way):
-        x, w = leaf(4, 4), leaf(4, 4)
-
-        def body(x):
-            h = way.keep("kept", torch.mm, x.sin(), w)
-            return way.keep("reader", lambda h, x: h.tanh() * x, h, x.exp())
-
-        region = way.region(body)
-        y = region(x)
-        gradients = []
-        for retain in (True, True, False):
-            gradients += torch.autograd.grad(y.square().sum(), [x, w], retain_graph=retain)
-            other = region(x)
-            gradients += torch.autograd.grad(other.sum(), x)
-        return gradients
-
-    assert_same_in(way, program, early_stop=early_stop)
 
 
 @pytest.mark.parametrize("kept_before", [0, 2])

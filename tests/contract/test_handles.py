@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.handle_ops import (
@@ -413,99 +412,4 @@ def replace_data(h):
     h.data = h.data * 0.5
 
 
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
-@pairwise(style=STYLES, write=[halve_data, halve_in_numpy, replace_data], early_stop=[True, False])
-def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
-    style, write, early_stop, policy
-):
-    """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
-
-    def program(wrap):
-        x = leaf(4)
-
-        def block(x):
-            h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, x)
-            write(h)
-            return call(style, Affine, Trace(), "keeper", SAVE, h, x)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, early_stop=early_stop, policy=policy)
-
-
 # --- Functions without a handle
-
-
-class DoubleAndSave(Function):
-    """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        square = x * x
-        ctx.save_for_backward(x)
-        return x, square
-
-    @staticmethod
-    def backward(ctx, grad, grad_square):
-        (x,) = ctx.saved_tensors
-        return 2 * grad + 4 * x * grad_square
-
-
-def of_kernel(kernel):
-    return lambda x, w: run_kernel("plain", kernel, Trace(), None, x.sin(), w)[0]
-
-
-def changes_its_argument(x, w):
-    changed, square = DoubleAndSave.apply(x.sin() * 1)
-    return changed.exp() * square.cos()
-
-
-@pytest.mark.parametrize("function", [*map(of_kernel, KERNELS), changes_its_argument])
-def test_function_without_a_handle_is_equal(function):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = wrap(lambda x: function(x, w))(x)
-        return y, torch.autograd.grad(y.sum(), [x, w], allow_unused=True)[0]
-
-    assert_same_program(program, replays=1)
-
-
-def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
-    pointers = []
-
-    class Scale(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            pointers.append(w.data_ptr())
-            return grad * w, grad * x
-
-    w = nn.Parameter(torch.randn(3))
-    checkpointed(lambda x: Scale.apply(x.sin(), w).exp())(leaf(3)).sum().backward()
-    assert pointers == [w.data_ptr()]
-
-
-@pytest.mark.parametrize("style", ["handle", "auto"])
-def test_what_torchs_checkpoint_saves_after_a_handle_is_not_the_handles_own(style):
-    """It saves its arguments without a node, so no number tells them from what the handle saves."""
-
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def function(x, w):
-            y = call(style, Affine, Trace(), "it", SAVE, x, w)
-            return y, torch_checkpoint(torch.mul, x, w, use_reentrant=False).exp()
-
-        y, z = wrap(function)(x, w)
-        return torch.autograd.grad(y.sum() + z.sum(), [x, w])
-
-    assert_same_program(program, early_stop=False)

@@ -104,10 +104,6 @@ class TwoLayers(nn.Module):
         return self.wrap(self.body)(x)
 
 
-def other_parameters(module):
-    return {name: (p.detach() + 1).requires_grad_() for name, p in module.named_parameters()}
-
-
 @pairwise(name=["one", "two"], input_needs_grad=[True, False])
 def test_swapped_module_or_weight_is_an_error_that_names_the_parameter(name, input_needs_grad):
     for swap in (

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -262,18 +261,6 @@ def test_torch_function_mode_that_holds_the_output_is_freed_after_backward():
 
 
 # --- Wrapper subclasses, dispatch modes
-
-
-def test_wrapper_subclass_as_input_is_equal():
-    def program(wrap):
-        x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
-        y = wrap(lambda x: x.sin().exp() * x)(x)
-        assert type(y) is TwoTensor
-        y.sum().backward()
-        assert type(x.grad) is TwoTensor
-        return [y.a, y.b, x.grad.a, x.grad.b]
-
-    assert_same_program(program, replays=1)
 
 
 def test_plain_region_runs_under_no_dispatch_mode_in_either_phase():

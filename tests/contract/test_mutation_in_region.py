@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torch_remat as remat
 from tests.helpers import assert_same, assert_same_program, leaf, pairwise, plain
 from tests.native_programs import aten, keep, region
-from tests.ways import BY_HANDLE, BY_NATIVE_REGION, BY_OP, RECOMPUTED, assert_same_in, everything, nothing
+from tests.ways import everything, nothing
 
 # What a call, or code after it, modifies of the region's own tensors has the call run whole, with a warning.
 pytestmark = pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
@@ -134,16 +134,6 @@ VIEWS_WRITTEN = {
 }
 
 
-@pairwise(name=VIEWS_WRITTEN, way=[RECOMPUTED, BY_NATIVE_REGION, BY_OP, BY_HANDLE])
-def test_saved_write_is_seen_through_all_views(name, way):
-    def program(way):
-        x = leaf(3, 3)
-        y = way.region(lambda x: VIEWS_WRITTEN[name](way.keep("made", torch.sin, x * 2)).exp().sin())(x)
-        return y, torch.autograd.grad(y.sum(), x)
-
-    assert_same_in(way, program, policy=lambda ctx, op, *args, **kwargs: op is aten.relu_.default)
-
-
 MAKERS = {
     "product": lambda x: x @ torch.ones(8, 8),
     "reshaped": lambda x: (x * 2).mT.reshape(4, 24),
@@ -155,59 +145,9 @@ CHANGES = {
 }
 
 
-@pairwise(
-    maker=MAKERS,
-    change=CHANGES,
-    way=[BY_NATIVE_REGION, BY_OP],
-    options=[{}, {"determinism_check": "bitwise"}, {"early_stop": False}, {"policy": remat.policies.save_matmuls}],
-    ids=str,
-)
-def test_saved_result_that_is_changed_afterwards_is_made_again(maker, change, way, options):
-    """Also where the change is counted by an alias alone, as that which `F.linear` returns without a bias."""
-
-    def program(way):
-        x = leaf(3, 4, 8)
-        y = way.region(lambda x: CHANGES[change](way.keep("made", MAKERS[maker], x)))(x)
-        return y, torch.autograd.grad(y.square().sum(), x)
-
-    assert_same_in(way, program, **options)
-
-
-@pairwise(part=[False, True], seen=["itself", "a view before", "a view after"])
-def test_saved_result_that_a_later_native_region_changes_and_does_not_return(part, seen):
-    def block(x):
-        y = keep("made", lambda: (x * 1.5).sin())
-        view = y.t()
-        keep("changed", lambda h: (h[1:] if part else h).mul_(2) is None, y)
-        read = {"itself": y, "a view before": view, "a view after": y.t()}[seen]
-        return (x.sin() + read) * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 3)
-        y = wrap(block)(x)
-        return y, torch.autograd.grad(y.sum(), x)
-
-    with pytest.warns(remat.RematWarning, match="::made: replay recomputes this call, since a result of it"):
-        assert_same_program(program)
-
-
 def force(x):
     z = x.detach().requires_grad_()
     return torch.autograd.grad(z.sin().exp().sum(), z)[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}])
-def test_activation_may_change_after_a_gradient_by_a_leaf_in_its_memory(options):
-    def program(wrap):
-        def block(x):
-            h = x * 2
-            h.add_(force(h))
-            return h.sin()
-
-        x = leaf(3, 4)
-        return torch.autograd.grad(wrap(block)(x).sum(), x)
-
-    assert_same_program(program, **options)
 
 
 @pytest.mark.parametrize("by_policy", [False, True])
@@ -227,40 +167,6 @@ VIEWS = {
     "view": (lambda h: h.view(-1), lambda h: h.t_()),
     "narrow": (lambda h: h.narrow(1, 3, 2), lambda h: h.as_strided_((3,), (1,))),
 }
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_view_of_a_saved_tensor_that_is_reshaped_in_place_under_a_policy(name):
-    """Autograd makes the view anew, by its own function, of a placeholder that has another shape by then."""
-    view, reshape = VIEWS[name]
-
-    def block(x):
-        y = x.sin()
-        part = view(y)
-        reshape(y)
-        return (part.sin() * 2).sum() * y.cos().sum() * x.cos()
-
-    def program(wrap):
-        x = leaf(3, 5)
-        y = wrap(block)(x)
-        return y, torch.autograd.grad(y.sum(), x)
-
-    with pytest.warns(remat.RematWarning, match="replay starts over"):
-        assert_same_program(program, policy=everything)
-
-
-@pytest.mark.parametrize("way", [BY_NATIVE_REGION, BY_OP], ids=str)
-@pytest.mark.parametrize("dims", [0, ()])
-@pytest.mark.filterwarnings("ignore:.*in place the shape:torch_remat.RematWarning")
-def test_reshape_in_place_of_what_replay_makes_again(dims, way):
-    """Also where it changes nothing, so that the tensor has the shape that it was left with from the start."""
-
-    def program(way):
-        x = leaf(3, 1, 4, 1)
-        h = way.region(lambda x: (way.keep("kept", lambda h: h.squeeze_(dims), x * 1.0) * 0.7).exp() + x.sum())(x)
-        return h, torch.autograd.grad(h.sum(), x)
-
-    assert_same_in(way, program)
 
 
 def test_read_of_a_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_refused():
@@ -345,26 +251,6 @@ MODIFIED = {
 def _scale_a_row(x):
     x[0].mul_(0.5)
     return x
-
-
-@pairwise(call=CALLS, modified=MODIFIED)
-def test_call_that_runs_whole_reads_what_a_saved_in_place_op_left(call, modified):
-    scale = torch.rand(4, 4)
-
-    def block(call, x):
-        a = x * 1.0
-        a.mul_(scale)
-        return MODIFIED[modified](call, a).sigmoid()
-
-    def gradients(run):
-        x = leaf(4, 4)
-        y = run(x)
-        return y, *torch.autograd.grad(y.sum(), x, retain_graph=True), *torch.autograd.grad(y.sum(), x)
-
-    torch.manual_seed(0)
-    expected = gradients(lambda x: block(plainly, x))
-    torch.manual_seed(0)
-    assert_same(expected, gradients(region([aten.mul_.Tensor])(lambda x: block(CALLS[call], x))))
 
 
 AROUND = {

@@ -30,7 +30,6 @@ from tests.helpers import (
     collector_off,
     leaf,
     no_other_regions,
-    pairwise,
     watch,
 )
 from tests.native_programs import SAVE, keep
@@ -620,22 +619,6 @@ def test_a_call_that_runs_whole_modifies_a_buffer_once():
         assert_same_program(program)
 
 
-@pytest.mark.parametrize("how", [remat.op, native], ids=["call", "native"])
-def test_a_variable_that_is_a_leaf_in_replay_is_the_same_variable(how):
-    """What replay has of a kept result has no history."""
-
-    def block(call, x, w):
-        kept = call(lambda x: x.sin() @ w, "kept")(x)
-        given = [kept, x.exp()]
-        return call(lambda: given[0], "first")().sin() * call(lambda: given[1].cos(), "second")().sin() * w.sum()
-
-    x, w = leaf(4, 4), leaf(4, 4)
-    expected = torch.autograd.grad(block(lambda function, _: function, x, w).sum(), [x, w])
-    inner = remat.checkpoint(policy=lambda *_, **__: SAVE)
-    for wrapped in (remat.checkpoint()(block), remat.checkpoint()(inner(block)), inner(block)):
-        assert_same(expected, torch.autograd.grad(wrapped(how, x, w).sum(), [x, w]))
-
-
 def test_call_of_another_checkpointed_function_is_noticed():
     """All of them are of one class; what they run tells them apart."""
     functions = [remat.checkpoint()(torch.sin), remat.checkpoint()(torch.cos)]
@@ -675,25 +658,6 @@ def needed(x):
     return y
 
 
-def written_result_of_compiled_code(x):
-    y = needed(x)
-    z = remat.native_save_region("k", COMPILED, y.detach()).mul_(2)
-    return z * remat.native_save_region("l", COMPILED, y).mul_(2).cos() * x
-
-
-def op_with_the_name_of_another_in_a_call(x):
-    y = HandleExp.apply(x, "h")
-    return remat.op(lambda t: HandleExp.apply(t, "h").sin(), "k")(y).exp()
-
-
-def sparse_result(x):
-    at = torch.tensor([[0, 1], [1, 0]])
-    y, sparse = remat.op(
-        lambda t: (t.sin(), torch.sparse_coo_tensor(at, torch.ones(2), (4, 4), check_invariants=True)), "k"
-    )(x)
-    return torch.sparse.mm(sparse, y) * y
-
-
 def gradient_by_an_argument_in_a_call(x):
     def inner(y):
         t = x.detach().requires_grad_()
@@ -702,60 +666,11 @@ def gradient_by_an_argument_in_a_call(x):
     return remat.op(inner, "k")(x + x) * x.sin()
 
 
-@pairwise(
-    program=[
-        written_result_of_compiled_code,
-        gradient_by_an_argument_in_a_call,
-        op_with_the_name_of_another_in_a_call,
-        sparse_result,
-    ],
-    policy=[None, remat.policies.save_matmuls],
-)
-@pytest.mark.filterwarnings("ignore")  # of the compiler, too
-def test_what_is_rare_is_equal(program, policy):
-    def whole(wrap):
-        x = leaf(4, 4)
-        block = wrap(lambda x: program(x).sin().exp())  # so that replay comes to all of it
-        return torch.autograd.grad(block(x * 1).sum(), x)
-
-    assert_same_program(whole, policy=policy)
-
-
-@pytest.mark.parametrize("read", [torch.mul, lambda x, y: remat.op(torch.mul, "reader")(x, y)])
-@pytest.mark.parametrize("call", [torch.sin, lambda x, out: torch.sin(x, out=out)])
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-def test_call_that_writes_its_out_argument_is_equal(call, read):
-    def block(keep):
-        def function(x):
-            with torch.no_grad():
-                out = torch.empty(4, 8)
-                keep(call, "call")(x, out=out)
-            return read(x, out).exp()
-
-        return function
-
-    x = leaf(4, 8)
-    expected = torch.autograd.grad(block(lambda f, _: f)(x).sum(), x)
-    assert_same(expected, torch.autograd.grad(checkpointed(block(remat.op))(x).sum(), x))
-
-
 class Holder:
     """Holds a tensor two levels deep."""
 
     def __init__(self, tensor):
         self.inner = [[tensor]]
-
-
-@pytest.mark.filterwarnings("ignore::torch_remat.RematWarning")
-def test_call_of_a_method_of_a_tensor_that_it_modifies_is_equal():
-    def function(x, keep=lambda f, name: f):
-        h = x * 2
-        keep(h.mul_, "k")(x)
-        return h.exp()
-
-    x = leaf(4)
-    expected = torch.autograd.grad(function(x).sum(), x)
-    assert_same(expected, torch.autograd.grad(checkpointed(lambda x: function(x, remat.op))(x).sum(), x))
 
 
 def test_call_that_modifies_a_tensor_of_the_region_that_it_does_not_reach_is_loud_where_it_is_saved_afterwards():
@@ -767,28 +682,6 @@ def test_call_that_modifies_a_tensor_of_the_region_that_it_does_not_reach_is_lou
 
     with pytest.raises(remat.RematError):
         checkpointed(function)(leaf(4)).sum().backward()
-
-
-def test_call_of_a_lazy_module_is_equal():
-    x = leaf(4, 8)
-    module = torch.nn.LazyLinear(4)
-    y = checkpointed(lambda x: remat.op(module, "lazy")(x).sin())(x)
-    actual = torch.autograd.grad(y.sum(), [x, *module.parameters()])
-    assert_same(torch.autograd.grad(module(x).sin().sum(), [x, *module.parameters()]), actual)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_result_is_there_where_replay_goes_on_to_the_end_for_an_argument_alone(early_stop):
-    def block(x, keep=lambda f, name: f):
-        h = keep(torch.sin, "p")(x * 2)
-        with torch.no_grad():
-            total = h.clamp(0).sum()
-        return h + total
-
-    x = leaf(4)
-    expected = torch.autograd.grad(block(x).sum(), x)
-    region = checkpointed(lambda x: block(x, remat.op), early_stop=early_stop)
-    assert_same(expected, torch.autograd.grad(region(x).sum(), x))
 
 
 def test_replay_ends_with_the_call_whose_argument_waits_though_a_parameter_follows():

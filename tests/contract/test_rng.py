@@ -236,21 +236,6 @@ def put_back_by_hand(x):
     return x * scale
 
 
-@pytest.mark.parametrize("aside", [forked, put_back_by_hand])
-def test_code_that_puts_the_generator_back_after_a_draw_that_a_policy_saved_is_equal(aside):
-    def function(x):
-        return F.dropout(F.dropout(aside(x.sin())[:, torch.randperm(8)]).exp()).sin()
-
-    def train(wrap):
-        torch.manual_seed(0)
-        x = torch.randn(4, 8, requires_grad=True)
-        y = wrap(function)(x)
-        y.sum().backward()
-        return y.detach(), x.grad, torch.get_rng_state()
-
-    assert_same(train(remat.checkpoint(policy=[torch.ops.aten.randperm.default])), train(plain))
-
-
 def with_a_generator(x, generator):
     first = torch.rand(4, 4, generator=generator)
     return (x * first).sin() * torch.rand(4, 4, generator=generator)
@@ -275,37 +260,3 @@ def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from():
     y.sum().backward()
     assert_same(before, (torch.get_rng_state(), generator.get_state()))
     assert_same(torch.autograd.grad(with_a_generator(x, generator.manual_seed(0)).sum(), x), [x.grad])
-
-
-DRAWING_CALLS = {
-    "op": lambda name, f, *args: remat.op(f, name)(*args),
-    "native": remat.native_save_region,
-    "recomputed": lambda name, f, *args: remat.op(f, name, policy=remat.CheckpointPolicy.RECOMPUTE)(*args),
-    "inner region": lambda name, f, *args: remat.checkpoint()(f)(*args),
-}
-
-
-@pairwise(earlier=[0, 1, 3], torch_own=[False, True], way=DRAWING_CALLS)
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
-    dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)
-
-    def train(wrap, call):
-        def function(x):
-            for _ in range(earlier):
-                skipped = F.dropout(x, 0.3)  # nothing reads it, or the policy saves what is read
-                x = x + skipped.sum() if earlier == 3 else x
-            h = call("dropped", dropout, x, 0.3, True)
-            y = h.softmax(-1)
-            h.mul_(0.9)  # so the call runs whole
-            return y * F.dropout(x, 0.3)
-
-        torch.manual_seed(0)
-        x = torch.randn(4, 4, requires_grad=True)
-        y = wrap(function)(x)
-        (y * torch.arange(16.0).reshape(4, 4)).sum().backward()
-        return y.detach(), x.grad, torch.get_rng_state()
-
-    policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
-    checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
-    assert_same(checkpointed, train(plain, lambda name, function, *args: function(*args)))
