@@ -21,51 +21,8 @@ from tests.helpers import (
     pairwise,
     watch,
 )
-from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
-REENTRANT = functools.partial(torch_checkpoint, use_reentrant=True)
-
-
-@pairwise(
-    way=WAYS, depth=[1, 2, 5], before=[True, False], after=[True, False], twice=[False, True], early_stop=[True, False]
-)
-def test_nested_regions_have_equal_gradients(way, depth, before, after, twice, early_stop):
-    """With what is kept before and after the inner regions, or nothing; with one or two inner regions at a level."""
-
-    def program(way):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def level(x, left):
-            h = way.keep("before", lambda x, w: (x @ w).sin(), x, w) if before else x
-            for index in range(1 + (twice and left < 3)):
-                h = way.region(level)(h, left - 1) if left > 1 else way.keep(f"chain{index}", chain, h)
-            return way.keep("after", lambda h, w: (h @ w).tanh(), h, w) if after else h
-
-        y = way.region(level)(x * 1, depth)
-        inputs = [x, w] if before or after else [x]
-        results = [torch.autograd.grad(y.sum(), inputs, retain_graph=True) for _ in range(2)]
-        y.sum().backward()
-        return y, results, x.grad, w.grad if before or after else w
-
-    assert_same_in(way, program, early_stop=early_stop)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_nested_regions_are_right_in_second_order(early_stop):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def level(x, left):
-            h = (x @ w).sin()
-            return (wrap(level)(h, left - 1) if left else chain(h)) @ w
-
-        y = wrap(level)(x, 3)
-        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        gx.square().sum().backward()
-        return gx, x.grad, w.grad
-
-    assert_same_program(program, early_stop=early_stop)
 
 
 @pytest.mark.parametrize("depth", [3, 9])
@@ -78,37 +35,6 @@ def test_innermost_function_runs_at_most_once_more_than_the_depth(depth):
 
     checkpointed(level)(leaf(3), depth - 1).sum().backward()
     assert 2 <= innermost.total <= depth + 1
-
-
-@pairwise(
-    way=WAYS,
-    pattern=["ot", "to", "oto", "tot", "ooto", "ttoo", "or", "ro"],
-    early_stop=[True, False],
-    possible=lambda way, pattern, **_: way is not BY_HANDLE or pattern in ("to", "ttoo", "ro"),  # torch's reads nothing
-)
-def test_regions_and_torch_checkpoints_in_each_other_have_equal_gradients(way, pattern, early_stop):
-    """A letter a level: `o` for ours, `t` for torch's, `r` for torch's that is reentrant."""
-
-    def program(way):
-        wraps = {
-            "o": way.region,
-            "t": lambda function: functools.partial(TORCH, function),
-            "r": lambda function: functools.partial(REENTRANT, function),
-        }
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def level(x, left):
-            h = way.keep(f"before {left}", lambda x, w: (x @ w).sin(), x, w)
-            h = wraps[left[0]](level)(h, left[1:]) if left else h
-            return way.keep(f"after {left}", lambda h, w: (h @ w).tanh(), h, w)
-
-        y = wraps[pattern[0]](level)(x * 1, pattern[1:])
-        if "r" not in pattern:
-            return y, [torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for _ in range(2)]
-        y.sum().backward()
-        return y, x.grad, w.grad
-
-    assert_same_in(way, program, early_stop=early_stop)
 
 
 def test_inner_region_that_takes_another_tensor_for_its_argument_in_replay_is_an_error():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Kernel, Trace, call
-from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise, plain
+from tests.helpers import assert_same, checkpointed, collector_off, leaf, pairwise, plain
 from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 
@@ -23,7 +21,6 @@ def draw_forked(x):
         return torch.rand_like(x)
 
 
-DRAWING = [way for way in WAYS if way is not BY_HANDLE]  # whose backward would draw again
 DRAWS = {
     "nothing": lambda x: x * 2,
     "dropout": lambda x: F.dropout(x, 0.4),
@@ -35,7 +32,7 @@ DRAWS = {
 }
 
 
-@pairwise(way=DRAWING, name=DRAWS, early_stop=[True, False])
+@pairwise(way=WAYS, name=DRAWS, early_stop=[True, False])
 def test_draws_before_inside_and_after_what_is_kept_are_those_of_plain_autograd(way, name, early_stop):
     """Also numbers that nothing saves at the end, a kept graph, and what the caller's generator gives next."""
 
@@ -62,46 +59,12 @@ def test_draws_before_inside_and_after_what_is_kept_are_those_of_plain_autograd(
     assert_same_in(way, program, early_stop=early_stop)
 
 
-def drawing_kernel(draw):
-    """Return a kernel that multiplies by what is drawn, and saves that."""
-
-    def forward(ctx, x):
-        noise = draw(torch.ones_like(x))
-        return x * noise, {"noise": noise}
-
-    return Kernel("drawing", ("noise",), forward, lambda ctx, saved, grad: grad * saved[0])
-
-
-@pairwise(style=STYLES, name=DRAWS, policies=itertools.product(POLICIES, repeat=2))
-def test_draws_around_ops_are_those_of_plain_autograd(style, name, policies):
-    kernel = drawing_kernel(DRAWS[name])
-
-    def program(wrap):
-        x, w = leaf(4, 24), leaf(4, 24)
-
-        def block(x):
-            h = call(style, kernel, Trace(), "a", policies[0], F.dropout(x))
-            call(style, kernel, Trace(), "unused", SAVE, x.detach())
-            r = call(style, Affine, Trace(), "reader", RECOMPUTE, h, F.dropout(w))
-            h = call(style, kernel, Trace(), "b", policies[1], F.dropout(r) * torch.rand_like(r))
-            return call(style, Affine, Trace(), "last", RECOMPUTE, h, torch.rand(24))
-
-        y = wrap(block)(x)
-        torch.rand(5)
-        y = wrap(block)(y)
-        torch.rand(5)
-        results = [torch.autograd.grad(y.square().sum(), [x, w], retain_graph=True) for _ in range(2)]
-        return y, results, torch.rand(3)
-
-    assert_same_program(program)
-
-
 def with_generator(x, generator):
     keep = torch.empty_like(x).bernoulli_(0.5, generator=generator)
     return (x * keep).sin() * torch.rand(x.shape, generator=generator) + x.exp()
 
 
-@pytest.mark.parametrize("way", DRAWING, ids=str)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not BY_HANDLE], ids=str)  # whose backward would draw
 def test_generators_among_the_inputs_are_equal(way):
     def program(way):
         one, two = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
