@@ -20,6 +20,7 @@ import torch_remat as remat
 from tests.function_programs import PROGRAMS, Quiet, gradients
 from tests.helpers import LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
+from torch_remat._compat import casts_the_last_first
 from torch_remat.errors import PolicyError
 from torch_remat.policies import nothing
 from torch_remat.policies.by_function import FunctionsPolicy
@@ -210,6 +211,15 @@ def test_casts_of_one_tensor_add_up_as_under_autocast(product):
     expected = torch.autograd.grad(function(x, w).sum(), (x, w))
     y = remat.checkpoint(policy=[product])(function)(x, w)
     assert_same(expected, torch.autograd.grad(y.sum(), (x, w)))
+
+
+def test_to_find_out_the_order_of_casts_leaves_the_casts_that_autocast_keeps():
+    x, w = leaf(4, 4), leaf(4, 4)
+    casts_the_last_first.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = torch.mm(x, w).grad_fn.next_functions
+        casts_the_last_first()
+        assert torch.mm(x, w).grad_fn.next_functions == before
 
 
 def test_a_chosen_function_casts_what_a_handle_made_itself():
