@@ -6,9 +6,12 @@ argument, a leaf by closure, and what outlives the region.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
+from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import assert_same, leaf, tensors_in
-from tests.ways import BY_NATIVE_REGION, BY_OP, PLAIN_AUTOGRAD, RECOMPUTE, everything, nothing
+from tests.helpers import LiveStorages, assert_same, chain, collector_off, leaf, tensors_in
+from tests.offloaders import OFFLOAD, Counting
+from tests.ways import BY_NATIVE_REGION, BY_OP, PLAIN_AUTOGRAD, RECOMPUTE, Way, everything, nothing
 
 aten = torch.ops.aten
 RUNS_WHOLE, STARTS_OVER = "replay recomputes this call", "starts over"
@@ -64,6 +68,182 @@ class Outside(nn.Module):
         super().__init__()
         self.register_buffer("average", torch.ones(4))
         self.table, self.last = torch.rand(4, 4), None
+
+
+# --- What a call is, and what it returns
+
+
+class Several(torch.autograd.Function):
+    """Three results, the second without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        mask = x > y
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(x, y, mask)
+        return x * y, mask, x.sin()
+
+    @staticmethod
+    def backward(ctx, g, _, h):
+        x, y, mask = ctx.saved_tensors
+        return g * y + h * x.cos() * mask, g * x
+
+
+class Dirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(1.5)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1.5
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Boxed:
+    tensor: torch.Tensor
+
+    def times(self, x):
+        return (x * self.tensor).sin() * 2.0
+
+
+def filled(h):
+    """Fill a new tensor part by part, and return a view of it."""
+    out = torch.empty_like(h)
+    out[:2] = h[:2].sin()
+    out.view(16)[8:] = h[2:].reshape(8) * 2
+    return out.T
+
+
+def doubled_and_tripled(h):
+    h.mul_(2)
+    return h * 3
+
+
+def gradient_in_a_call(way, x, w, e):
+    def run(h):
+        t = h.detach().requires_grad_()
+        return torch.autograd.grad((t.sin() * w).sum(), t)[0] * h
+
+    return way.keep("k", run, x.sin()).sin()
+
+
+def call_that_raises(way, x, w, e):
+    def fails(h):
+        torch.rand(3)
+        h.exp()
+        raise ValueError("no")
+
+    try:
+        y = way.keep("fails", fails, x.sin())
+    except ValueError:
+        y = way.keep("j", torch.mm, x.sin(), w)
+    return y.sin() * torch.rand(4)
+
+
+def read_that_is_announced(way, x, w, e):
+    y = way.keep("k", lambda h: h.sin(), x.exp())
+    remat.recompute_needs_tensor(y[1:])
+    return (x.exp() * float(y.detach().numpy().max())).sin()
+
+
+def casts_that_calls_share(way, x, w, e):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = way.keep("k", F.linear, x.sin(), w)
+        y = way.keep("j", lambda h: F.linear(h, w).tanh(), y.float()) + F.linear(x, w)
+        return way.keep("i", torch.mm, y, w).float().sin()
+
+
+CALLS = {
+    "several results": lambda way, x, w, e: (lambda r: torch.where(r[1], r[0], r[2]))(
+        way.keep("k", Several.apply, x.sin(), w)
+    ),
+    "a partial": lambda way, x, w, e: way.keep("k", partial(torch.mul, w), x.cos()).sin(),
+    "a bound method": lambda way, x, w, e: way.keep("k", Boxed(x.sin()).times, x.cos()).sin(),
+    "a method that draws": lambda way, x, w, e: (
+        lambda h: (h * way.keep("k", h.sigmoid().detach().bernoulli) * torch.rand_like(h)).sin()
+    )(x.sin()),
+    "arguments in a tree": lambda way, x, w, e: way.keep(
+        "k", lambda t: t["a"][0] * t["b"].first, {"a": [x.sin(), None], "b": Pair(x.cos(), 3)}
+    ).sin(),
+    "results in a tree": lambda way, x, w, e: (
+        way.keep("k", lambda h: Pair(h.sin(), {"a": [h.exp(), None, 3, "s"]}), x.sin()).second["a"][0].sin()
+    ),
+    "a dataclass": lambda way, x, w, e: way.keep("k", lambda h: Boxed(h.sin()), x.cos()).tensor.exp(),
+    "a result and its view": lambda way, x, w, e: torch.mul(
+        *way.keep("k", lambda h: (lambda s: (s, s.t()))(h.sin()), x.sin())
+    ).sin(),
+    "the argument": lambda way, x, w, e: way.keep("k", lambda h: (h.sin(), h), x.sin())[1].exp(),
+    "a view of the argument": lambda way, x, w, e: way.keep("k", lambda h: (h.sin(), h.t()[1:]), x.sin())[1].exp(),
+    "a part without a gradient": lambda way, x, w, e: (
+        lambda h: (h[1:] * way.keep("k", lambda t: t.detach()[1:], h)).sin()
+    )(x.sin()),
+    "an imaginary part": lambda way, x, w, e: way.keep(
+        "k", lambda z: z.conj().imag, torch.view_as_complex(x.sin().view(4, 2, 2))
+    ).exp(),
+    "a leaf by closure": lambda way, x, w, e: way.keep("k", lambda: (w, w[0]))[0] @ x.sin(),
+    "a leaf that it makes": lambda way, x, w, e: (
+        way.keep("k", lambda: e.table.clone().requires_grad_()) * x.sin()
+    ).sin(),
+    "no gradient": lambda way, x, w, e: x.sin() * way.keep("k", torch.no_grad()(lambda h: h.exp() * w), x.sin()),
+    "a number": lambda way, x, w, e: x.sin() * way.keep("k", lambda h: h.mean().item(), x.sin()),
+    "draws": lambda way, x, w, e: way.keep("k", lambda h: h * torch.rand(4), x.sin()).sin() * torch.rand(4),
+    "a call in it": lambda way, x, w, e: way.keep("k", lambda h: way.keep("k", torch.mm, h, w).sin(), x.sin()).sin(),
+    "a region in it": lambda way, x, w, e: way.keep(
+        "k", lambda h: way.region(lambda t: chain(t) * w)(h), x.sin()
+    ).sin(),
+    "autocast in it": lambda way, x, w, e: way.keep(
+        "k", torch.autocast("cpu", torch.bfloat16)(lambda h: F.linear(h, w)), x.sin()
+    ).sin(),
+    "filled part by part": lambda way, x, w, e: way.keep("k", filled, x.cos()).sigmoid() @ x,
+    "a gradient in it": gradient_in_a_call,
+    "an exception": call_that_raises,
+    "a read that is announced": read_that_is_announced,
+    "casts that calls share": casts_that_calls_share,
+}
+for title, calls in CALLS.items():
+    found(name=f"call: {title}")(calls)
+
+
+@found(warns=RUNS_WHOLE)
+def call_marks_its_argument_dirty(way, x, w, e):
+    h = x.sin() * 1.0
+    way.keep("k", Dirty.apply, h)
+    return h.sin()
+
+
+@found(warns=RUNS_WHOLE)
+def call_gives_a_variable_a_history(way, x, w, e):
+    h = torch.zeros(4, 4)
+    way.keep("k", lambda: h.copy_(x))
+    return h * x
+
+
+@found(warns=RUNS_WHOLE)
+def call_modifies_the_base_of_a_variable(way, x, w, e):
+    h = x.sin()
+    part = h[1:3]
+    way.keep("k", torch.no_grad()(lambda: part.mul_(0.5) is None))
+    return h.exp()
+
+
+@found(warns=RUNS_WHOLE)
+def argument_and_result_of_a_call_are_modified(way, x, w, e):
+    h = x.sin()
+    y = way.keep("k", doubled_and_tripled, h)
+    y.add_(1)
+    return y.sin() * x + h.exp()
+
+
+@found(warns=RUNS_WHOLE)
+def result_that_was_filled_part_by_part_is_modified(way, x, w, e):
+    h = way.keep("k", filled, x.cos())
+    h[1:3].cos_()
+    return h.sigmoid() @ x
 
 
 # --- What calls are given, and what they save
@@ -736,7 +916,7 @@ for who, earlier, torchs in itertools.product(DRAWING, [0, 1, 3], [False, True])
 # --- What is compared
 
 
-def results(way, name, around=lambda way, run: run, **options):
+def results(way, name, around=lambda way, run: run, twice=False, **options):
     """Return what two backwards of a program give, and how it leaves what is outside and the random state."""
     program = FOUND[name]
     torch.manual_seed(2)
@@ -744,24 +924,68 @@ def results(way, name, around=lambda way, run: run, **options):
     region = way.region(lambda x: program.function(way, x, w, e), **{**program.options, **options})
     made = tensors_in([around(way, region)(x)])
     loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in made if y.requires_grad)
-    gradients = []
-    for keeps in (True, False):
-        gradients += torch.autograd.grad(loss, [x, w], retain_graph=keeps, allow_unused=True)
+    gradients = list(torch.autograd.grad(loss, [x, w], retain_graph=True, create_graph=twice, allow_unused=True))
+    loss = loss + sum(g.sin().sum() for g in gradients if g is not None and g.requires_grad)
+    gradients += torch.autograd.grad(loss, [x, w], allow_unused=True)
     gradients = [torch.zeros(()) if one is None else one for one in gradients]
-    return [*(y.detach() for y in made), *gradients, e.average, e.table, torch.get_rng_state()]
+    return [*(y.detach() for y in made), *(g.detach() for g in gradients), e.average, e.table, torch.get_rng_state()]
 
 
 @pytest.mark.parametrize("way", [BY_OP, BY_NATIVE_REGION], ids=str)
 @pytest.mark.parametrize("name", FOUND)
 def test_program_is_equal_to_plain_autograd(name, way):
+    in_replay = []
+
+    def kept(name, function, *args):
+        def counted(*args):
+            in_replay.append(remat.is_recomputing())
+            return function(*args)
+
+        return way.keep(name, counted if name == "k" else function, *args)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        actual = results(way, name)
+        actual = results(dataclasses.replace(way, keep=kept), name)
     assert_same(results(PLAIN_AUTOGRAD, name), actual)
     said = [str(one.message) for one in caught if issubclass(one.category, remat.RematWarning)]
     said = [text for text in said if "selected nothing" not in text]
     assert all(FOUND[name].warns and FOUND[name].warns in text for text in said), said
     assert said or not FOUND[name].always
+    assert said or way is BY_NATIVE_REGION or not any(in_replay)
+
+
+@pytest.mark.parametrize("way", [BY_OP, BY_NATIVE_REGION], ids=str)
+def test_calls_are_equal_in_second_order(way):
+    for name in CALLS:
+        name = f"call: {name}"
+        assert_same(results(PLAIN_AUTOGRAD, name, twice=True), results(way, name, twice=True), name)
+
+
+# The first has no storage; the second leads from what is outside to the region, which holds that.
+UNWATCHED = ("call_returns_a_sparse_tensor", "native_region_binds_what_the_region_reads")
+
+
+def lives(name, backward):
+    """Run a program and return how many storages of it are alive when all names are gone."""
+    program, live = FOUND[name], LiveStorages()
+
+    def run():
+        x, w, e = leaf(4, 4), leaf(4, 4), Outside()
+        with live:
+            made = tensors_in([BY_OP.region(lambda x: program.function(BY_OP, x, w, e), **program.options)(x)])
+        live.watch(e.average)
+        if backward:
+            torch.autograd.grad(sum(y.sum() for y in made if y.requires_grad), x, allow_unused=True)
+
+    run()
+    return live.count()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_outlives_its_graph(backward):
+    with collector_off():
+        assert [name for name in FOUND if name not in UNWATCHED and lives(name, backward)] == []
 
 
 def inside(wrap):
@@ -777,7 +1001,11 @@ def under_hooks(way, run):
     return call
 
 
+RECOMPUTED_OPS = Way("recomputed", lambda name, f, *args: remat.op(f, name, policy=RECOMPUTE)(*args))
+OFFLOADED_OPS = Way("offloaded", lambda name, f, *args: remat.op(f, name, policy=OFFLOAD)(*args))
 SURROUNDINGS = {
+    "calls recomputed": {"by": RECOMPUTED_OPS},
+    "calls offloaded": {"by": OFFLOADED_OPS, "offloader": Counting()},
     "to the end": {"early_stop": False},
     "values compared": {"determinism_check": "bitwise"},
     "everything saved": {"policy": everything},
@@ -799,14 +1027,14 @@ def whole(way, run):
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_program_in_other_surroundings_is_equal_or_refused(name):
     options = dict(SURROUNDINGS[name])
-    around = options.pop("around", lambda way, run: run)
+    around, by = options.pop("around", lambda way, run: run), options.pop("by", BY_OP)
     right = 0
     for program in FOUND:
         expected = results(PLAIN_AUTOGRAD, program, lambda way, run: around(way, whole(way, run)))
         if name == "in torch's checkpoint" and not torch.equal(expected[-3], Outside().average):
             continue  # it modifies buffers twice
         try:
-            actual = results(BY_OP, program, lambda way, run: around(way, whole(way, run)), **options)
+            actual = results(by, program, lambda way, run: around(way, whole(way, run)), **options)
         except remat.RematError:
             continue
         assert_same(expected, actual, program)
