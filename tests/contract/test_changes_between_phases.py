@@ -89,41 +89,42 @@ def run_reaching(reach, model, x):
     return checkpointed(function, region_name="block")(x)
 
 
-def step(model, layer):
+def step(model, layer, name):
     with torch.no_grad():
-        getattr(model, layer).bias.add_(1)
+        getattr(getattr(model, layer), name).add_(1)
 
 
-def replace(model, layer):
-    getattr(model, layer).bias = nn.Parameter(torch.randn(4))
+def replace(model, layer, name):
+    old = getattr(getattr(model, layer), name)
+    setattr(getattr(model, layer), name, nn.Parameter(torch.randn(old.shape)))
 
 
-def exchange(model, layer):
-    layers = model.one, model.two
-    layers[0].bias, layers[1].bias = layers[1].bias, layers[0].bias
+def exchange(model, layer, name):
+    one, two = getattr(model.one, name), getattr(model.two, name)
+    setattr(model.one, name, two), setattr(model.two, name, one)
 
 
-@pairwise(input_needs_grad=[True, False], reach=REACHING.values())
-@pytest.mark.parametrize(
-    ("change", "kind"), [(step, remat.MutationError), (replace, remat.MismatchError), (exchange, remat.MismatchError)]
-)
-def test_bias_that_is_another_in_replay_is_an_error_that_names_it(reach, input_needs_grad, change, kind):
+KINDS = {step: remat.MutationError, replace: remat.MismatchError, exchange: remat.MismatchError}
+
+
+@pairwise(input_needs_grad=[True, False], reach=REACHING.values(), change=KINDS, name=["bias", "weight"])
+def test_parameter_that_is_another_in_replay_is_an_error_that_names_it(reach, input_needs_grad, change, name):
     model = Reaching()
     y = run_reaching(reach, model, torch.randn(2, 4, requires_grad=input_needs_grad))
-    change(model, "one")
-    with pytest.raises(kind, match=r"^block::parameter \d \((one\.|)bias\): ") as caught:
+    change(model, "one", name)
+    with pytest.raises(KINDS[change], match=rf"^block::.*\b(one\.|){name}\b") as caught:
         y.sum().backward()
     assert caught.value.region == "block"
     del caught
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("change", [step, replace])
-@pytest.mark.parametrize("reach", REACHING.values(), ids=REACHING.keys())
+@pairwise(change=[step, replace], reach=REACHING.values())
 def test_parameter_that_replay_does_not_read_may_change(reach, change):
     model, x = Reaching(), leaf(2, 4)
     expected = torch.autograd.grad(model.body(x).sum(), x)
     y = run_reaching(reach, model, x)
-    change(model, "idle")
+    change(model, "idle", "bias")
     assert_same(expected, torch.autograd.grad(y.sum(), x))
 
 
