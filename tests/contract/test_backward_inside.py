@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.nn import functional
@@ -19,6 +17,7 @@ from tests.helpers import (
     plain,
     refused_if,
 )
+from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in
 
 
 def _grad_of(output, *inputs, **options):
@@ -29,31 +28,34 @@ def torchs(function):
     return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
 
 
-WHOLE_CALLS = {
-    "alone": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h), h),
-    "product": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.mm, h, w), h)).sin(),
-    "create_graph": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h).sin() + h, h, create_graph=True),
-    "of its result": lambda run, h, w: (lambda q: q * _grad_of(q.sin(), q, create_graph=True))(run("n", torch.exp, h)),
+THROUGH_CALLS = {
+    "alone": lambda keep, h, w: h.cos() * _grad_of(keep("n", torch.exp, h), h),
+    "a product": lambda keep, h, w: (h.cos() * _grad_of(keep("n", torch.mm, h, w), h)).sin(),
+    "create_graph": lambda keep, h, w: h.cos() * _grad_of(keep("n", torch.exp, h).sin() + h, h, create_graph=True),
+    "two ops": lambda keep, h, w: h * _grad_of(keep("n", lambda h: h.sin() @ h, h), h, create_graph=True),
 }
 
 
-@pytest.mark.parametrize("name", WHOLE_CALLS)
-def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(name):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
-        y = wrap(lambda x: WHOLE_CALLS[name](run, x.sin(), w))(x)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return y, first, torch.autograd.grad(y.sum(), x)
+@pairwise(name=THROUGH_CALLS, way=KEEPING, policy=[None, [torch.ops.aten.exp.default]], ids=str)
+def test_gradient_taken_inside_a_region_through_a_saved_call_is_refused_in_forward(name, way, policy):
+    w = leaf(3, 3)
+    with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
+        way.region(lambda x: THROUGH_CALLS[name](way.keep, x.sin(), w), policy=policy)(leaf(3, 3))
+    assert caught.value.op == "n"
 
-    if name == "of its result":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)
-            assert_same_program(program)
-    else:
-        with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
-            program(checkpointed)
-        assert caught.value.op == "n"
+
+@pytest.mark.parametrize("way", [RECOMPUTED, BY_OP, BY_NATIVE_REGION], ids=str)
+def test_gradient_taken_inside_a_region_of_what_a_saved_call_returned_is_equal(way):
+    def block(way, h):
+        q = way.keep("n", torch.exp, h)
+        return q * _grad_of(q.sin(), q, create_graph=True)
+
+    def program(way):
+        x = leaf(3, 3)
+        y = way.region(lambda x: block(way, x.sin()))(x)
+        return y, torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x)
+
+    assert_same_in(way, program)
 
 
 def test_gradient_that_is_refused_and_swallowed_is_an_error_at_the_end_of_forward():

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 import torch_remat as remat
 from tests.contract.test_native_regions import BODIES, framed
-from tests.handle_ops import SAVE
+from tests.handle_ops import SAVE, Kernel, Trace
+from tests.handle_ops import call as call_kernel
 from tests.helpers import (
     assert_equal_gradients,
     assert_same,
@@ -29,7 +29,7 @@ from tests.helpers import (
     tensors_in,
 )
 from tests.native_programs import keep, region
-from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in, everything, nothing
+from tests.ways import BY_NATIVE_REGION, BY_OP, assert_same_in, everything, nothing
 
 # --- Under a policy
 
@@ -118,7 +118,6 @@ def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, way):
 
 CALLS: dict[str, Callable[[Callable], Callable]] = {
     "function": lambda function: remat.op(function, "c"),
-    "decorated": lambda function: remat.op(name="c")(function),
     "native": lambda function: lambda *args: remat.native_save_region("c", function, *args),
 }
 OUTSIDE: list[Any] = []
@@ -238,64 +237,7 @@ def test_what_does_not_reach_the_region_is_left_once(name, how):
     assert counts[0] <= (2 if how == "native" else 1)
 
 
-@pairwise(way=[RECOMPUTED, *KEEPING], policy=[None, [torch.ops.aten.exp.default]], ids=str)
-def test_a_gradient_through_a_saved_call_inside_the_region_is_refused_in_forward(way, policy):
-    def program(way):
-        def block(x):
-            h = x.cos()
-            y = way.keep("c", lambda h: h.sin() @ h, h)
-            (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=True)
-            return gradient * h
-
-        x = leaf(4, 4)
-        return torch.autograd.grad(way.region(block)(x).sum(), x)
-
-    if way is RECOMPUTED:
-        assert_same_in(way, program, policy=policy)
-        return
-    with pytest.raises(remat.UsageError, match=r"gradient is taken .*before the region's forward ends") as caught:
-        assert_same_in(way, program, policy=policy)
-    assert caught.value.op == "c"
-
-
 # --- A call writes a tensor that the region made: right, or an error, never another gradient.
-
-
-class Writes(Function):
-    """Changes its second argument, without saying so."""
-
-    @staticmethod
-    def forward(ctx, x, v, write):
-        ctx.save_for_backward(x)
-        write(v)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None
-
-
-class NamedWrites(Writes):
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x, v, write, op_name, remat_policy):
-        return Writes.forward(ctx, x, v, write)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None, None, None
-
-
-class SeedWrites(NamedWrites):
-    @staticmethod
-    def forward(ctx, x, v, write, op_name, remat_policy):
-        handle = remat.get_handle(ctx, op_name, remat_policy)
-        if (result := handle.maybe_load_saved()) is not None:
-            return result
-        x, v = handle.save_or_load_inputs(x, v)
-        write(v)
-        handle.save_for_backward({"x": x})
-        return handle.record_outputs(x * 2)
 
 
 def doubled(x, v, write):
@@ -303,11 +245,22 @@ def doubled(x, v, write):
     return x * 2
 
 
-WRITERS = {how: lambda x, v, write, call=call: call(doubled)(x, v, write) for how, call in CALLS.items()} | {
-    "Function": lambda x, v, write: remat.op(Writes.apply, "c")(x, v, write),
-    "seed": lambda x, v, write: SeedWrites.apply(x, v, write, "c", SAVE),
-    "seed with names": lambda x, v, write: NamedWrites.apply(x, v, write, "c", SAVE),
-}
+def by_kernel(style):
+    """Return what calls a Function that modifies its second argument without saying so."""
+
+    def writer(x, v, write):
+        def forward(ctx, x, v):
+            write(v)
+            return x * 2, {"x": x}
+
+        kernel = Kernel("writes", ("x",), forward, lambda ctx, saved, grad: (grad * 2, None), 2)
+        return call_kernel(style, kernel, Trace(), "c", SAVE, x, v)
+
+    return writer
+
+
+WRITERS = {how: lambda x, v, write, call=call: call(doubled)(x, v, write) for how, call in CALLS.items()}
+WRITERS |= {style: by_kernel(style) for style in ("op", "handle", "auto")}
 WRITES = {
     "without a gradient": torch.no_grad()(lambda v: v.mul_(0.5)),
     "past the graph": lambda v: v.detach().mul_(0.5),
@@ -334,7 +287,7 @@ def test_a_call_that_writes_its_argument_is_right_or_refused(who, how, history, 
         sum(y.exp().sum() for y in wrap(block)(x)).backward()
         return x.grad
 
-    expected = gradient(doubled if who in CALLS else Writes.apply, plain)
+    expected = gradient(doubled if who in CALLS else by_kernel("plain"), plain)
     chosen = policy and (lambda ctx, op, *args, **kwargs: op is policy)
     try:
         found = gradient(WRITERS[who], remat.checkpoint(policy=chosen))
