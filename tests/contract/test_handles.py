@@ -28,7 +28,6 @@ from tests.handle_ops import (
     Transpose,
     as_tuple,
     call,
-    policy_ids,
 )
 from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, leaf, name_of, pairwise, plain
 
@@ -191,17 +190,6 @@ def test_policy_holds_where_no_input_needs_a_gradient(style):
     assert traces[1].runs == {"constant": 1, "under no_grad": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
-    for context in (torch.no_grad, torch.inference_mode):
-        trace, x = Trace(), leaf(3, 3)
-        with context():
-            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
-            expected = call("plain", Both, Trace(), "it", policy, x.sin())
-        assert_same(expected, y)
-        assert trace.runs == {"it": 1}
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
     trace, x, t = Trace(), leaf(3), torch.randn(3)
@@ -318,7 +306,17 @@ def keeper_kernel(make, seen):
     return Kernel("keeper", ("v",), forward, backward)
 
 
-def check_saved_view(name, style, producer, where):
+@pairwise(
+    name=VIEWS,
+    style=STYLES,
+    producer=["input", "op", "native"],
+    where=["caller", "body"],
+    possible=lambda style, producer, name, where: (
+        (producer != "native" or style == "auto")  # where the arguments are known
+        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
+    ),
+)
+def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
     seen, traces, view = [], [], VIEWS[name]
     keeper = keeper_kernel(view if where == "body" else VIEWS["itself"], seen)
 
@@ -346,25 +344,6 @@ def check_saved_view(name, style, producer, where):
     (how, values), (how_region, values_region) = seen
     assert how == how_region
     assert_same(values, values_region)
-
-
-@pairwise(
-    name=VIEWS,
-    style=STYLES,
-    producer=["input", "op", "native"],
-    where=["caller", "body"],
-    possible=lambda style, producer, name, where: (
-        (producer != "native" or style == "auto")  # where the arguments are known
-        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
-    ),
-)
-def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
-    check_saved_view(name, style, producer, where)
-
-
-def test_saved_view_without_a_base_of_an_input_keeps_nothing_and_is_exact():
-    for name in ("detached", "smaller dtype"):
-        check_saved_view(name, "auto", "input", "body")
 
 
 OTHER = {
