@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import pickle
 import warnings
@@ -22,7 +21,6 @@ from tests.helpers import LiveStorages, assert_same, leaf
 from tests.offloaders import Counting
 from torch_remat._compat import casts_the_last_first
 from torch_remat.errors import PolicyError
-from torch_remat.policies import nothing
 from torch_remat.policies.by_function import FunctionsPolicy
 from torch_remat.policies.decision import Decision
 from torch_remat.policies.policy import OpPolicy
@@ -359,19 +357,6 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     with pytest.warns(remat.RematWarning, match="selected nothing"):
         y = remat.checkpoint(policy=[torch.logsumexp])(chain)(leaf(4, 4), leaf(4, 4))
     assert "selected nothing" in str(remat.memory_report(y))
-
-
-def test_a_first_forward_is_noted_once_whatever_the_region_runs():
-    for function in (Quiet.apply, torch.exp, chain, functools.partial(chain, w=leaf(4, 4))):
-        region = remat.checkpoint(policy=[torch.exp])(function)
-        given = (leaf(4, 4), leaf(4, 4)) if function is chain else (leaf(4, 4),)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)
-            region(*given)
-            known = len(nothing._KNOWN)
-            for _ in range(3):
-                region(*given)
-        assert len(nothing._KNOWN) == known
 
 
 @pytest.mark.parametrize("policy", [lambda: [F.grouped_mm], lambda: remat.policies.save_matmuls])

@@ -83,14 +83,6 @@ def test_noise_that_an_op_fills_is_equal_or_refused_where_a_policy_saves_the_ops
             program(remat.checkpoint(policy=policy))
 
 
-def test_region_that_saves_nothing_is_never_replayed():
-    function = Calls(lambda x: x + 1)
-    x = leaf(3)
-    checkpointed(function)(x).sum().backward()
-    assert function.total == 1
-    assert_same(x.grad, torch.ones(3))
-
-
 @pytest.mark.parametrize("kept_before", [0, 2])
 def test_second_backward_without_retain_graph_raises_and_says_how_to_keep_the_graph(kept_before):
     x = leaf(3)

@@ -126,16 +126,6 @@ def test_gradients_are_those_of_plain_autograd_and_nothing_inside_is_computed_ag
     assert replayed == {"mul": 1, "sin": len(outputs), "exp": len(outputs)}
 
 
-def test_warning_about_a_reader_is_an_error_where_warnings_are_errors():
-    def function(x):
-        total = keep("a", lambda: float(x.sin().detach().numpy().sum()))
-        return (x * 2).relu_() * total + x.exp()
-
-    y = region()(function)(leaf(SIDE, SIDE))
-    with pytest.raises(remat.RematWarning, match="replay starts over"):
-        y.sum().backward()
-
-
 # --- The forms of the call
 
 

@@ -205,14 +205,6 @@ def test_state_of_a_policy_function_begins_anew_with_each_forward():
 # Lists
 
 
-def test_list_of_ops_is_a_policy():
-    inputs = leaf(4, 4), leaf(4, 4)
-    assert_equal_gradients(sine_chain, region(MM)(sine_chain), inputs)
-    assert replayed_ops(sine_chain, region(MM), inputs) == {"sin": 2}
-    assert replayed_ops(sine_chain, region([*MM, aten.sin.default]), inputs) == {}
-    assert replayed_ops(sine_chain, region([aten.sin.default]), inputs) == {"mm": 3}
-
-
 def test_wrong_policy_or_list_entry_is_an_error_that_helps():
     for wrong in ("mm", "aten.mm.default", None):
         with pytest.raises((ValueError, TypeError), match=r"torch\.ops\.aten\.mm\.default") as caught:
