@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, assert_same, chain, collector_off, leaf, tensors_in
+from tests.helpers import LiveStorages, assert_same, chain, collector_off, leaf, pairwise, tensors_in
 from tests.offloaders import OFFLOAD, Counting
 from tests.ways import BY_NATIVE_REGION, BY_OP, PLAIN_AUTOGRAD, RECOMPUTE, Way, everything, nothing
 
@@ -661,6 +661,35 @@ for reads, writes in itertools.product([False, True], repeat=2):
         return (way.op("reader", torch.mul, x, out) if reads else x * out).exp()
 
 
+# --- Leaves, whose casts autocast keeps: they must be the same in both phases
+
+
+def float_of(x, w):
+    return x.sin() * w
+
+
+def product_of(x, w):
+    return (x @ w).sin()
+
+
+def written(way, x, w, e):
+    y = x * 1.5
+    y.mul_(2)
+    return ((y @ w).sin() @ w).exp()
+
+
+LEAVES = {
+    "written": written,
+    "layer": lambda way, x, w, e: F.linear(float_of(x, w), w, w[0]).float() * x,
+    "result of a call": lambda way, x, w, e: product_of(way.keep("k", float_of, x, w), w) @ w,
+    "call of a result": lambda way, x, w, e: way.keep("b", product_of, way.keep("k", float_of, x, w), w).exp(),
+    "inner region": lambda way, x, w, e: way.region(product_of)(x * 2, w).sin(),
+    "result to an inner region": lambda way, x, w, e: way.region(product_of)(way.keep("k", float_of, x, w), w).sin(),
+}
+for title, leaves in LEAVES.items():
+    found(name=f"leaves: {title}")(leaves)
+
+
 # --- Calls that run whole, and replays that start over
 
 
@@ -1021,6 +1050,33 @@ SURROUNDINGS = {
 def whole(way, run):
     """Return a function whose results are one tensor, which what is around it may take further."""
     return lambda x: sum(y.sum() for y in tensors_in([run(x)]) if y.is_floating_point())
+
+
+def autocast(function):
+    return torch.autocast("cpu", torch.bfloat16)(function)
+
+
+AUTOCAST = {
+    "around": lambda way, run: autocast(run),
+    "a non-leaf": lambda way, run: autocast(lambda x: run(x * 1)),
+    "in a region": lambda way, run: way.region(lambda x: autocast(run)(x).float().sin()),
+    "around a region": lambda way, run: autocast(way.region(lambda x: run(x).sin())),
+}
+POLICIES = {
+    "none": None,
+    "products": [aten.mm.default, aten.addmm.default],
+    "casts": [aten._to_copy.default],
+    "others": [aten.mul.Tensor, aten.sin.default],
+    "functions": [torch.matmul, F.linear],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(selected nothing|did not run)")
+@pairwise(way=[BY_OP, BY_NATIVE_REGION], where=AUTOCAST, policy=POLICIES, ids=str)
+def test_calls_and_leaves_are_equal_under_autocast(way, where, policy):
+    for name in [*(f"call: {name}" for name in CALLS), *(f"leaves: {name}" for name in LEAVES)]:
+        expected = results(PLAIN_AUTOGRAD, name, AUTOCAST[where])
+        assert_same(expected, results(way, name, AUTOCAST[where], policy=POLICIES[policy]), name)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, too

@@ -68,22 +68,6 @@ def test_read_of_what_a_native_region_changes_later_is_refused_by_name(function,
     assert caught.value.tensor == ("variable 'state'" if how == "closure" else "args[1]")
 
 
-@pairwise(
-    function=[reading_before, reading_a_number_before],
-    policy=POLICIES,
-    how=["args", "closure"],
-    run=[plainly, keep],
-)
-def test_region_with_a_policy_reads_what_was_and_changes_it_once(function, policy, how, run):
-    expected = stateful_program(function, plainly, how, plain)
-    wrap = region(POLICIES[policy])
-    if function is reading_before and policy != "everything":  # a number is in the log, whatever the policy says
-        with pytest.raises(remat.MutationError, match=r"modifies it in place later in the region|reads variable"):
-            stateful_program(function, run, how, wrap)
-    else:
-        assert_same(expected, stateful_program(function, run, how, wrap))
-
-
 @pytest.mark.parametrize("inner", [None, nothing], ids=["plain", "policy"])
 def test_inner_region_that_reads_what_the_outer_one_changes_later_is_refused(inner):
     """Its own replay, which comes after that of the outer one, would read the tensor as it is then."""
