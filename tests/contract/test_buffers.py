@@ -174,38 +174,37 @@ NORMED = {
 }
 
 
-@pytest.mark.parametrize("how", NORMED)
-@pytest.mark.parametrize("normed", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
-def test_module_with_spectral_norm_may_run_again_before_backward(normed, how):
+def spectral(normed):
+    return lambda: nn.Sequential(normed(nn.Linear(4, 8)), nn.LeakyReLU(0.2), normed(nn.Linear(8, 4)))
+
+
+def instance(kind):
+    return lambda: nn.Sequential(nn.Linear(8, 8), kind(3, track_running_stats=True), nn.Tanh())
+
+
+STATISTICS = {
+    "spectral": (spectral(nn.utils.parametrizations.spectral_norm), (3, 4)),
+    "older spectral": (spectral(nn.utils.spectral_norm), (3, 4)),
+    "batch": (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()), (4, 8)),
+    # These read copies of their statistics, and then write them.
+    "instance, 1": (instance(nn.InstanceNorm1d), (2, 3, 8)),
+    "instance, 2": (instance(nn.InstanceNorm2d), (2, 3, 2, 8)),
+    "instance, 3": (instance(nn.InstanceNorm3d), (2, 3, 2, 2, 8)),
+}
+
+
+@pairwise(how=NORMED, norm=STATISTICS)
+def test_module_with_statistics_may_run_again_before_backward(norm, how):
     """A discriminator sees real and made data: the second call changes what replay of the first one reads."""
+    make, shape = STATISTICS[norm]
 
     def program(wrap):
         torch.manual_seed(0)
-        module = nn.Sequential(normed(nn.Linear(4, 8)), nn.LeakyReLU(0.2), normed(nn.Linear(8, 4)))
-        results = []
+        module, results = make(), []
         for _ in range(2):
-            x = leaf(3, 4)
-            region = wrap(module)
+            x, region = leaf(*shape), wrap(module)
             (region(x).square().sum() - region(x.cos()).sum()).backward()
             results += [x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
-        return [*results, *module.buffers()]
-
-    assert_same(program(plain), program(NORMED[how]))
-
-
-@pairwise(how=NORMED, dimensions=[1, 2, 3])
-def test_instance_norm_with_running_statistics(how, dimensions):
-    """It reads copies of its statistics, and then writes them."""
-    kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dimensions - 1]
-
-    def program(wrap):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, 8), kind(3, track_running_stats=True), nn.Tanh())
-        results = []
-        for _ in range(2):
-            x = leaf(2, 3, *[2] * (dimensions - 1), 8)
-            (wrap(module)(x).square().sum() + wrap(module)(x.cos()).sum()).backward()
-            results.append(x.grad)
         return [*results, *module.buffers()]
 
     assert_same(program(plain), program(NORMED[how]))

@@ -20,6 +20,7 @@ import torch_remat as remat
 from tests.contract.test_functions import NAMED, WAYS
 from tests.function_programs import PROGRAMS, gradients
 from tests.helpers import CountOps, LiveStorages, assert_same, leaf
+from tests.programs.priced import Chance
 from torch_remat.dispatch.call.answerer import Answerer
 from torch_remat.dispatch.call.functions import can_be_kept
 from torch_remat.dispatch.call.lowering import lower
@@ -54,22 +55,6 @@ class Rungs(MemoryBudget):
         rung = rungs[self.number % len(rungs)] if rungs else ladder.rungs[0]
         self.kept += sum(len(numbers) for numbers in rung.acts.values())
         return rung
-
-
-class Chance(MemoryBudget):
-    """A policy that keeps, skips or runs each call by chance, whatever a ladder says, as one of another step would."""
-
-    def __init__(self, seed):
-        super().__init__(0.5)
-        self.random = random.Random(seed)
-
-    def choose(self, ladder):
-        acts = {}
-        for step in ladder.record.steps:
-            if can_be_kept(step.function) and self.random.random() < 0.6:
-                places = tuple(self.random.sample(range(2), self.random.randint(0, 2)))
-                acts.setdefault(step.function, {})[step.number + self.random.choice((0, 0, 0, 1))] = places
-        return replace(ladder.rungs[0], acts=acts)
 
 
 @pytest.fixture(autouse=True)

@@ -115,9 +115,14 @@ def test_bitwise_takes_wrapper_subclasses(inside):
         backward(lambda x: (x + (1 if remat.is_recomputing() else 0)).sin().exp(), x, determinism_check="bitwise")
 
 
-def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
-    with pytest.raises(remat.UsageError, match="Bare"):
-        checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))
+@pytest.mark.parametrize("block", [lambda x: Bare(x).sin().exp(), lambda x: Bare(x) @ WEIGHT @ WEIGHT])
+def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read(block):
+    """Operators make "unsupported operand" of some errors."""
+    with pytest.raises(remat.UsageError, match="cannot read the values of a Bare"):
+        checkpointed(block, determinism_check="bitwise")(torch.ones(3, 4))
+
+
+WEIGHT = leaf(4, 4)
 
 
 def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(recwarn):

@@ -296,6 +296,18 @@ def handles_output_has_its_history_for_a_recomputed_call(way, x, w, e):
     return way.op("tanh", torch.tanh, made, policy=RECOMPUTE)
 
 
+for who, same in itertools.product(["a native region", "an inner region"], [lambda t: t, torch.t]):
+
+    @found(name=f"autograd records no handle before {who}, {same.__name__}")
+    def autograd_records_no_handle(way, x, w, e, who=who, same=same):
+        """Nothing was saved for the handle, so what follows keeps what is its own; it may return its input."""
+        h = way.handle("h", torch.mul, x.sin(), way.handle("same", same, e.table, policy=RECOMPUTE))
+        s = way.handle("constant", torch.square, e.table * 2)
+        if who == "a native region":
+            return h, way.native("next", torch.mul, s, h)
+        return h, way.region(lambda s: way.handle("inner", torch.tanh, s, policy=RECOMPUTE))(s)
+
+
 @found({"early_stop": False})
 def torchs_checkpoint_saves_what_a_handle_saves_too(way, x, w, e):
     """It saves its arguments without a node, so no number tells them from what the handle saves."""
@@ -454,7 +466,7 @@ for write in (halve_data, halve_in_numpy, replace_data):
         return way.handle("keeper", lambda h, x: h * x + h.sin(), h, x)
 
 
-for also, reads in itertools.product(["before", "after", "both"], [False, True]):
+for also, reads in itertools.product(["never", "before", "after", "both"], [False, True]):
 
     @found(
         {"policy": [aten.mm.default]},
@@ -473,10 +485,10 @@ for also, reads in itertools.product(["before", "after", "both"], [False, True])
             return h * e.average.clone() if reads else h * 2
 
         h = x * 1.0
-        if also != "after":
+        if also in ("before", "both"):
             follow(x)
         r = way.keep("scale", scale, h)
-        if also != "before":
+        if also in ("after", "both"):
             follow(h)
         r[0].mul_(0.5)
         return r.sin() * h
@@ -820,6 +832,13 @@ for policy in (None, [aten.mm.default]):
         noise = torch.rand(4, 4) * e.average
         most = largest(torch.mm(x, w)) if policy else way.native("a", lambda: largest(x @ w))
         return (x * most * noise).sin() * torch.rand(4, 4)
+
+
+@found(warns=STARTS_OVER)
+def buffer_is_modified_after_what_starts_over(way, x, w, e):
+    factor = way.native("a", lambda: largest(x.sin()))
+    e.average.add_(1)
+    return (x * factor).sin() * 2
 
 
 for inner in (False, True):

@@ -190,24 +190,6 @@ def test_policy_holds_where_no_input_needs_a_gradient(style):
     assert traces[1].runs == {"constant": 1, "under no_grad": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
-    trace, x, t = Trace(), leaf(3), torch.randn(3)
-
-    def block(x):
-        one = call(style, Both, trace, "read", SAVE, t)
-        two = call(style, Inner, trace, "unread", SAVE, one)
-        return call(style, Affine, trace, "reader", RECOMPUTE, x, one), two
-
-    y, two = checkpointed(block)(x)
-    loss = y.sum()
-    del y, two
-    assert trace.alive() == {"read.out"}
-    loss.backward()
-    assert trace.alive() == set()
-    assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
-
-
 @pairwise(style=STYLES, chain=["R", "OR", "RSSR"], early_stop=[True, False])
 def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, early_stop):
     policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
@@ -233,29 +215,6 @@ def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once
     assert_same_program(program, early_stop=early_stop)
     ops = {f"{place}": 1 + (name == "R") for place, name in enumerate(chain)}
     assert traces[1].runs == {**ops, "after": 1, "last": 2}
-
-
-@pairwise(style=STYLES, natively=[True, False], kernel=[Identity, Transpose])
-def test_output_that_autograd_does_not_record_is_given_to_an_inner_region_or_a_call_next(style, natively, kernel):
-    """Nothing was saved for the op, so what follows keeps what is its own; an input may be returned as it is."""
-
-    def program(wrap):
-        x, t = leaf(3, 3), torch.randn(3, 3)
-
-        def block(x, t):
-            inner = call(style, kernel, Trace(), "same", RECOMPUTE, t)
-            h = call(style, Affine, Trace(), "h", SAVE, x.sin(), inner)
-            s = call(style, Inner, Trace(), "constant", SAVE, t * 2)
-            if natively:
-                run = remat.native_save_region if wrap is not plain else lambda _name, function, *args: function(*args)
-                return h, run("next", lambda s, h: h * s, s, h)
-            return h, wrap(lambda s: call(style, Inner, Trace(), "inner", RECOMPUTE, s))(s)
-
-        y, r = wrap(block)(x, t)
-        (y.sum() + r.sum()).backward()
-        return y, r, x.grad
-
-    assert_same_program(program)
 
 
 # --- Views of what replay has, and what changes before it is saved

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torch_remat as remat
-from tests.helpers import alive, assert_clean_state, assert_same, leaf, plain, watch
-from tests.native_programs import aten, full, keep, region, uncollected
+from tests.helpers import alive, assert_clean_state, assert_same, leaf, watch
+from tests.native_programs import aten, keep, region, uncollected
 from torch_remat import PlaceholderError
 
 
@@ -190,46 +190,6 @@ def test_region_runs_all_once_more_where_placeholders_will_not_do(body, policy):
     said = assert_starts_over(whole, region(POLICIES[policy])(lambda x: whole(x, keep)))
     assert len(said) == 1 or policy != "none"
     assert all("recomputes" in text for text in said)
-
-
-def test_nothing_is_held_after_the_second_run():
-    x, held = leaf(4, 8), []
-
-    def body(x):
-        h = x.exp()
-        held.extend(watch(h))
-        return stumble(h) * 2
-
-    with uncollected(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        y = region()(lambda x: keep("a", body, x.sin()).sin().exp())(x)
-        y.sum().backward()
-        del y
-        assert alive(held) == 0
-
-
-@pytest.mark.parametrize("graphs", ["two layers", "a graph that is kept"])
-@pytest.mark.parametrize("outer", [region(), full], ids=["region", "torch"])
-def test_what_a_replay_starts_over_for_leaves_forwards_that_were_run_as_they_are(outer, graphs):
-    """The enclosing region runs the inner forward again, which is to keep then what it kept before."""
-
-    def block(x):
-        h = remat.op(torch.sin, "h")(x * 1.0)
-        return (x * largest(h)).sin()
-
-    def gradients(wrap, inner):
-        torch.manual_seed(0)
-        x = leaf(4, 4)
-        layer = wrap(lambda x: inner(x).sin())
-        y = layer(layer(x)) if graphs == "two layers" else layer(x)
-        return torch.autograd.grad(y.sum(), x, retain_graph=True) + torch.autograd.grad(y.sum(), x)
-
-    expected = gradients(plain, block)
-    for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = gradients(outer, region()(block))
-        assert_same(expected, found)
 
 
 @pytest.mark.parametrize("has_call", [False, True], ids=["policy", "policy and call"])
