@@ -308,6 +308,29 @@ for who, same in itertools.product(["a native region", "an inner region"], [lamb
         return h, way.region(lambda s: way.handle("inner", torch.tanh, s, policy=RECOMPUTE))(s)
 
 
+for same in (lambda t: t, torch.t, torch.tanh):
+
+    @found(name=f"handles return what they are given, {same.__name__}")
+    def handles_return_what_they_are_given(way, x, w, e, same=same):
+        s = way.handle("s", torch.tanh, way.handle("of input", torch.square, x))
+        r = way.handle("alias", same, s, policy=RECOMPUTE)
+        return way.handle("keeper", torch.square, r), way.handle("t", same, x, policy=RECOMPUTE)
+
+
+@found(may_warn=STARTS_OVER)
+def inner_region_with_a_handle_in_a_native_region(way, x, w, e):
+    """The inner region's inputs are computed after all in the outer replay, with a gradient as in forward."""
+
+    def inside(x):
+        a = way.handle("a", torch.square, x, policy=RECOMPUTE)
+        return way.region(lambda x: way.handle("b", torch.square, x * 1.5))(a.sin())
+
+    y = way.native("native", inside, x * 1.5)
+    for name in ("c", "d"):
+        y = way.handle(name, torch.square, y, policy=RECOMPUTE)
+    return y
+
+
 @found({"early_stop": False})
 def torchs_checkpoint_saves_what_a_handle_saves_too(way, x, w, e):
     """It saves its arguments without a node, so no number tells them from what the handle saves."""
@@ -1041,9 +1064,14 @@ def inside(wrap):
     return lambda way, run: wrap(way)(lambda x: run(x.cos()).sin())
 
 
+def written_copy(tensor):
+    """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
 def under_hooks(way, run):
     def call(x):
-        with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        with saved_tensors_hooks(written_copy, lambda tensor: tensor):
             return run(x.cos())
 
     return call

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 
 import torch_remat as remat
 from tests.handle_ops import (
@@ -18,14 +17,12 @@ from tests.handle_ops import (
     Affine,
     Both,
     Gather,
-    Identity,
     Inner,
     Kernel,
     Result,
     Shift,
     Sort,
     Trace,
-    Transpose,
     as_tuple,
     call,
 )
@@ -139,26 +136,6 @@ def written_copy(tensor):
     """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copy.copy_(tensor).add_(0)
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", [Identity, Transpose, Inner], ids=str)
-def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, style):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            keep = call(style, Both, Trace(), "of input", SAVE, x)
-            s = call(style, Inner, Trace(), "s", SAVE, keep)
-            r = call(style, kernel, Trace(), "alias", RECOMPUTE, s)
-            return call(style, Both, Trace(), "keeper", SAVE, r), call(style, kernel, Trace(), "t", RECOMPUTE, x)
-
-        with saved_tensors_hooks(written_copy, lambda tensor: tensor):
-            y, t = wrap(block)(x * 2)
-        results = [torch.autograd.grad(y.sum() + t.sum(), x, retain_graph=True) for _ in range(2)]
-        return y, results, torch.autograd.grad(y.sum(), x)
-
-    assert_same_program(program)
 
 
 # --- Ops that autograd does not record

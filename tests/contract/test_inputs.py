@@ -122,30 +122,20 @@ def test_input_keeps_its_strides_and_grad_flag_in_replay():
 
 
 @pytest.mark.filterwarnings("ignore:CpuOffloader moves")
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["plain", "policy"])
-@pytest.mark.parametrize(
-    ("view", "offloads"),
-    [
-        (lambda x: x, False),
-        (lambda x: x, True),
-        (lambda x: x[:], True),
-        (lambda x: x[1:], False),
-        (lambda x: x[1:], True),
-    ],
-    ids=["itself", "itself, offloaded", "alias, offloaded", "rows", "rows, offloaded"],
+@pairwise(
+    policy=[None, remat.policies.save_matmuls],
+    view=[lambda x: x, lambda x: x[:], lambda x: x[1:]],
+    options=[{}, {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)}],
 )
-def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, offloads, policy):
-    options = {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)} if offloads else {}
-
+def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, options, policy):
     def program(wrap):
-        torch.manual_seed(0)
         x = leaf(4, 4)
         made = x.softmax(0)
         y = wrap(lambda given: made.sin().sum() * given.cos())(view(made))
         y.sum().backward()
         return y, x.grad
 
-    assert_same(program(remat.checkpoint(policy=policy, **options)), program(lambda function: function))
+    assert_same_program(program, policy=policy, **options)
 
 
 def test_caller_may_change_its_containers_after_the_call():

@@ -6,7 +6,6 @@ Gradients are those of plain autograd, what is kept is not recomputed, and nothi
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from functools import partial
 
@@ -19,11 +18,9 @@ from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
 from tests.helpers import (
     LiveStorages,
     assert_same,
-    assert_same_program,
     in_threads,
     leaf,
     name_of,
@@ -34,7 +31,6 @@ from tests.native_programs import (
     full,
     sac,
     uncollected,
-    wrapped_natively,
 )
 from tests.ways import BY_HANDLE, KEEPING, WAYS, assert_same_in
 
@@ -246,28 +242,3 @@ def test_dropped_graph_frees_everything(way):
         assert live.bytes() >= y.nbytes
         del y
         assert live.bytes() == 0
-
-
-@pairwise(early_stop=[True, False], style=["handle", "auto", "op"])
-def test_region_with_a_handle_inside_a_native_region(style, early_stop):
-    """The inner region's inputs are computed after all in the outer replay, with a gradient as in forward."""
-
-    def program(wrap):
-        trace, x = Trace(), leaf(3, 3)
-        native = wrapped_natively(wrap)
-
-        def inside(x):
-            a = call(style, Inner, trace, "a", RECOMPUTE, x)
-            return wrap(lambda x: call(style, Inner, trace, "b", SAVE, x * 1.5))(a.sin())
-
-        def function(x):
-            y = native("native", inside, x * 1.5)
-            for index in range(2):
-                y = call(style, Inner, trace, f"c{index}", RECOMPUTE, y)
-            return y
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)  # of what runs once more
-            return torch.autograd.grad(wrap(function)(x).sum(), [x])
-
-    assert_same_program(program, early_stop=early_stop)
