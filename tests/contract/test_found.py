@@ -1065,8 +1065,10 @@ def inside(wrap):
 
 
 def written_copy(tensor):
-    """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+    """Return a copy whose version is not 0, as that of a pinned copy is not."""
+    copy = tensor.clone()
+    torch.autograd.graph.increment_version(copy)
+    return copy
 
 
 def under_hooks(way, run):
