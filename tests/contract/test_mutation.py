@@ -87,6 +87,23 @@ def test_region_input_changed_before_backward_is_an_error_that_names_it(place, k
     assert w.grad is None
 
 
+def test_input_of_an_inner_region_changed_in_the_outer_one_is_an_error_as_in_plain_autograd():
+    def program(wrap):
+        def block(x):
+            h = x * 2
+            y = wrap(chain)(h)
+            change(h)
+            return y + h.sum()
+
+        return wrap(block)
+
+    for wrap in (plain, checkpointed):
+        x = leaf(3)
+        with pytest.raises(RuntimeError):
+            program(wrap)(x).sum().backward()
+        assert x.grad is None
+
+
 def test_input_changed_after_backward_or_of_a_dropped_region_is_no_error():
     x = leaf(3) * 1
     y = checkpointed(chain)(x)
