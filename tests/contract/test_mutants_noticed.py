@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Kernel, Trace, call
+from tests.handle_ops import RECOMPUTE, SAVE, Kernel, Shift, Trace, call
 from tests.helpers import Calls, CountOps, alive, assert_same, checkpointed, leaf, no_other_regions, watch
 from tests.offloaders import OFFLOAD, Counting
 from torch_remat.dispatch.call import survey
@@ -70,6 +70,19 @@ def test_values_of_a_replay_that_fails_do_not_stay():
     scale, fails = 1.0, False
     y.backward()
     assert_same(torch.autograd.grad(block(x).sum(), x)[0], x.grad)
+
+
+def test_refusal_that_user_code_swallows_stands_where_replay_cannot_start_over():
+    def block(x):
+        y = call("auto", Shift, Trace(), "a", SAVE, x)
+        try:
+            factor = float(y.detach().numpy().max())
+        except remat.PlaceholderError:
+            factor = 1.0
+        return (x * factor).sin() * 2
+
+    with pytest.raises(remat.PlaceholderError):
+        checkpointed(block)(leaf(4)).sum().backward()
 
 
 READERS = {
