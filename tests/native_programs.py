@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, plain, tensors_in
+from tests.helpers import LiveStorages, tensors_in
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
@@ -198,11 +198,6 @@ def peak_bytes(function: Callable, inputs: Sequence[Any], leaves: Sequence[Tenso
         outputs = function(*inputs)
         torch.autograd.grad(outputs.sum(), [*floating_leaves(inputs), *leaves], allow_unused=True)
     return peak.peak
-
-
-def wrapped_natively(wrap: Callable) -> Callable:
-    """Return what calls native regions in a program: `keep` in regions, a plain call in the reference."""
-    return keep if wrap is not plain else lambda name, function, *args, **kwargs: function(*args, **kwargs)
 
 
 class TransformerBlock(nn.Module):

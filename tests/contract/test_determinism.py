@@ -66,16 +66,6 @@ def test_bitwise_reports_the_first_difference():
     assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
 
 
-VALUES = {
-    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
-    "empty": torch.zeros(0, 4),
-    "scalar": torch.tensor(2.0),
-    "strided": torch.randn(4, 6)[:, ::2].t(),
-    "expanded": torch.randn(1, 3).expand(5, 3),
-    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-}
-
-
 @pytest.mark.parametrize("check", ["all", torch.sum], ids=["name", "callable"])
 def test_another_kind_is_an_error(check):
     with pytest.raises(remat.UsageError, match="determinism_check is 'default', 'none' or 'bitwise'"):

@@ -27,20 +27,6 @@ class OwnError(BaseException):
     """Not an `Exception`, as `KeyboardInterrupt` is not."""
 
 
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x, kind):
-        ctx.save_for_backward(x)
-        ctx.kind = kind
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.kind("in backward")
-
-
 def raised(kind, function, *args):
     """Return the text of the exception that a function must raise, of exactly this kind; hold nothing of it."""
     try:

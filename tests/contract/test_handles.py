@@ -132,12 +132,6 @@ def test_tensors_from_outside_the_region_are_not_copied(style):
     assert_same(torch.autograd.grad(block(x).sum(), [x, outside[0], outside[2]]), got)
 
 
-def written_copy(tensor):
-    """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return copy.copy_(tensor).add_(0)
-
-
 # --- Ops that autograd does not record
 
 
@@ -313,18 +307,3 @@ def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(
         loss.backward()
     assert x.grad is None
     assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
-
-
-def halve_data(h):
-    h.data.mul_(0.5)
-
-
-def halve_in_numpy(h):
-    h.detach().numpy()[...] *= 0.5
-
-
-def replace_data(h):
-    h.data = h.data * 0.5
-
-
-# --- Functions without a handle

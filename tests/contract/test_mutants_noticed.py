@@ -22,20 +22,6 @@ def two(x):
     return x.sin(), x.cos()
 
 
-class Steps(torch.nn.Module):
-    """Counts its steps, after it has asked for a factor."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        factor = self.factor(x)
-        self.count += 1
-        return (x * factor).sin() * 2
-
-
 def test_policy_that_saves_all_draws_keeps_no_random_state():
     y = checkpointed(lambda x: (x * torch.rand_like(x)).sin(), policy=[torch.ops.aten.rand_like])(leaf(4))
     assert "random state" not in str(remat.memory_report(y))

@@ -54,10 +54,6 @@ def stateful_program(function, run, how, wrap):
     return y, gradients, torch.autograd.grad(y.sum(), [x, w]), state
 
 
-def plainly(_name, function, *args):
-    return function(*args)
-
-
 @pairwise(function=[reading_before, reading_a_number_before], how=["args", "closure"])
 def test_read_of_what_a_native_region_changes_later_is_refused_by_name(function, how):
     by_closure = r"(?=.*shape \(4, 4\)).* at test_mutation_in_region.py:\d+"
@@ -111,24 +107,6 @@ def test_write_to_a_wrapper_subclass_after_a_read_is_an_error_where_the_read_is_
 # --- It modifies its own tensors, and what calls made
 
 
-VIEWS_WRITTEN = {
-    "view after": lambda y: y.relu_().t(),
-    "view before": lambda y: (y.t(), y.relu_())[0],
-    "through a view": lambda y: (y.view(-1).relu_(), y)[1],
-}
-
-
-MAKERS = {
-    "product": lambda x: x @ torch.ones(8, 8),
-    "reshaped": lambda x: (x * 2).mT.reshape(4, 24),
-    "chunk": lambda x: (x * 2).unsafe_chunk(2, -1)[0],
-}
-CHANGES = {
-    "silu": lambda h: F.silu(h, inplace=True),
-    "part": lambda h: F.silu(h[..., :1], inplace=True).sum() * h,
-}
-
-
 def force(x):
     z = x.detach().requires_grad_()
     return torch.autograd.grad(z.sin().exp().sum(), z)[0]
@@ -146,11 +124,6 @@ def test_gradient_taken_inside_of_what_is_offloaded(by_policy):
 
 
 # --- Shapes that change in place
-
-VIEWS = {
-    "view": (lambda h: h.view(-1), lambda h: h.t_()),
-    "narrow": (lambda h: h.narrow(1, 3, 2), lambda h: h.as_strided_((3,), (1,))),
-}
 
 
 def test_read_of_a_tensor_from_outside_that_a_region_with_a_policy_reshapes_is_refused():
@@ -221,20 +194,6 @@ def test_what_a_region_with_a_native_region_keeps_under_autocast_does_not_depend
     for _ in range(100):
         assert_same(expected, run(region([aten.sin.default])(inner)))
         held.append(torch.randn(4, 4))  # what comes next lies elsewhere
-
-
-CALLS = {"op": lambda name, function, x: remat.op(function, name)(x), "native region": keep}
-MODIFIED = {
-    "the call modifies it": lambda call, a: call("call", lambda a: a.sin_(), a),
-    "its result is modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin(), a)),
-    "the result of a part is modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin(), a[1:])),
-    "both are modified": lambda call, a: _scale_a_row(call("call", lambda a: a.sin_() * 2, a)) + a,
-}
-
-
-def _scale_a_row(x):
-    x[0].mul_(0.5)
-    return x
 
 
 AROUND = {

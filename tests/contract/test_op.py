@@ -187,9 +187,6 @@ def test_a_weights_copy_under_autocast_is_not_kept():
     assert_same(expected, torch.autograd.grad(y.sum(), [x, w]))
 
 
-# --- What is rare: each guard of calls that no other program needs is needed here
-
-
 class HandleExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, name):
@@ -205,21 +202,10 @@ class HandleExp(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
-COMPILED = torch.compile(torch.sin, backend="aot_eager")
-
-
 def needed(x):
     y = HandleExp.apply(x, "h")
     remat.recompute_needs_tensor(y)
     return y
-
-
-def gradient_by_an_argument_in_a_call(x):
-    def inner(y):
-        t = x.detach().requires_grad_()
-        return torch.autograd.grad((t.sin() * y).sum(), t)[0]
-
-    return remat.op(inner, "k")(x + x) * x.sin()
 
 
 class Holder:

@@ -183,13 +183,6 @@ def forked(x):
     return x * scale
 
 
-def put_back_by_hand(x):
-    state = torch.get_rng_state()
-    scale = torch.rand(8)
-    torch.set_rng_state(state)
-    return x * scale
-
-
 def with_a_generator(x, generator):
     first = torch.rand(4, 4, generator=generator)
     return (x * first).sin() * torch.rand(4, 4, generator=generator)
