@@ -215,6 +215,8 @@ CALLS_THAT_DIFFER = {
     "policy to save": ([AR, BR], [A, BR], "a"),
     "policy to offload": ([A, B], [A, ("b", OFFLOAD)], "b"),
     "names swapped": ([A, B, CR], [B, A, CR], "b"),
+    "names of saved ones swapped": ([A, B, C], [B, A, C], "b"),
+    "first saved one is missing": ([A, B, C], [B, C], "b"),
     "another name": ([A, B], [A, C], "c"),
     "first is missing": ([A, B, CR], [B, CR], "b"),
     "recomputed one is new": ([A, C], [A, BR, C], "b"),
@@ -228,14 +230,21 @@ CALLS_THAT_DIFFER = {
 def run_ops(style, ops, x):
     """Run calls, given as `(name, policy)`, one after another."""
     for name, policy in ops:
-        if style == "native":
+        if style == "op":
             x = remat.op(lambda h: h.sin().exp(), name, policy=policy)(x)
+        elif style == "native":
+            x = remat.native_save_region(name, lambda h: h.sin().exp(), x)
         else:
             x = call(style, Both, Trace(), name, policy, x)
     return x
 
 
-@pairwise(name=CALLS_THAT_DIFFER, style=[*STYLES, "native"], early_stop=[True, False])
+def are_saved(name, style, **_):
+    """Return whether all calls are of the kind that native regions are."""
+    return style != "native" or {policy for ops in CALLS_THAT_DIFFER[name][:2] for _, policy in ops} == {SAVE}
+
+
+@pairwise(name=CALLS_THAT_DIFFER, style=[*STYLES, "op", "native"], early_stop=[True, False], possible=are_saved)
 def test_op_that_differs_in_replay_is_an_error_that_names_it(name, style, early_stop):
     forward, replay, op = CALLS_THAT_DIFFER[name]
 

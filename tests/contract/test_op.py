@@ -187,27 +187,6 @@ def test_a_weights_copy_under_autocast_is_not_kept():
     assert_same(expected, torch.autograd.grad(y.sum(), [x, w]))
 
 
-class HandleExp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, name):
-        handle = remat.get_handle(ctx, name, SAVE)
-        if (made := handle.maybe_load_saved()) is not None:
-            return made
-        y = handle.save_or_load_inputs(x).exp()
-        handle.save_for_backward({"y": y})
-        return handle.record_outputs(y)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], None
-
-
-def needed(x):
-    y = HandleExp.apply(x, "h")
-    remat.recompute_needs_tensor(y)
-    return y
-
-
 class Holder:
     """Holds a tensor two levels deep."""
 
