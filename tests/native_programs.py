@@ -56,6 +56,16 @@ def full(function: Callable) -> Callable:
     return lambda *args, **kwargs: torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
+def on_cpu(function: Callable) -> Callable:
+    """Return a function whose saved tensors torch keeps on the CPU."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class Marks:
     """Remembers, by name and without holding them, tensors that a function made when it ran in forward.
 

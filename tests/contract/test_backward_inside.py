@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
@@ -17,15 +16,12 @@ from tests.helpers import (
     plain,
     refused_if,
 )
+from tests.native_programs import full
 from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in
 
 
 def _grad_of(output, *inputs, **options):
     return torch.autograd.grad(output.sum(), inputs, **options)[0]
-
-
-def torchs(function):
-    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
 
 
 THROUGH_CALLS = {
@@ -142,7 +138,7 @@ REFUSING = {  # these policies watch ops
 }
 REGIONS = {
     "plain": checkpointed,
-    "torch": torchs,
+    "torch": full,
     "bitwise": lambda function: checkpointed(function, determinism_check="bitwise"),
     **{name: remat.checkpoint(policy=policy) for name, policy in REFUSING.items()},
 }

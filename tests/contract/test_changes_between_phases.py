@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import Function
 
 import torch_remat as remat
 from tests.helpers import assert_same, checkpointed, leaf, pairwise
+from tests.native_programs import full, on_cpu
 from tests.ways import BY_HANDLE, SAVE, WAYS, Way
 from torch_remat.dispatch.check import unread
 
@@ -260,18 +260,6 @@ def test_buffer_that_a_nested_region_modifies_after_a_call_has_saved_it_is_an_er
         out.sum().backward()
 
 
-def on_cpu(function):
-    def wrapped(x):
-        with torch.autograd.graph.save_on_cpu():
-            return function(x)
-
-    return wrapped
-
-
-def in_torch(function):
-    return partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
-
-
 MATMULS = {"policy": remat.policies.save_matmuls}
 NESTED = {
     "in a region": lambda f: checkpointed(checkpointed(f)),
@@ -279,9 +267,9 @@ NESTED = {
     "policy inside": lambda f: checkpointed(checkpointed(f, **MATMULS)),
     "policy around": lambda f: checkpointed(checkpointed(f), **MATMULS),
     "in a saved call": lambda f: checkpointed(remat.op(checkpointed(f), "call")),
-    "in torch's checkpoint": lambda f: in_torch(checkpointed(f)),
+    "in torch's checkpoint": lambda f: full(checkpointed(f)),
     "in hooks": lambda f: on_cpu(checkpointed(f)),
-    "two in torch's checkpoint": lambda f: in_torch(checkpointed(checkpointed(f))),
+    "two in torch's checkpoint": lambda f: full(checkpointed(checkpointed(f))),
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torch_remat as remat
 from tests.function_programs import PROGRAMS, Quiet, gradients
 from tests.helpers import LiveStorages, assert_same, leaf
+from tests.native_programs import full, on_cpu
 from tests.offloaders import Counting
 from torch_remat._compat import casts_the_last_first
 from torch_remat.errors import PolicyError
@@ -37,24 +38,15 @@ WAYS = {
             lambda *given: remat.checkpoint(**options)(function)(*given) * 1.0
         )
     ),
-    "in torch's checkpoint": lambda function, **options: (
-        lambda *given: torch_checkpoint(remat.checkpoint(**options)(function), *given, use_reentrant=False)
-    ),
+    "in torch's checkpoint": lambda function, **options: full(remat.checkpoint(**options)(function)),
     "beside ops": lambda function, policy: remat.checkpoint(
         policy=[*policy, torch.ops.aten.sin.default, torch.ops.aten.tanh]
     )(function),
     "autocast": lambda function, **options: torch.autocast("cpu", torch.bfloat16)(
         remat.checkpoint(**options)(function)
     ),
-    "offloaded hooks": lambda function, **options: (
-        lambda *given: _under_hooks(remat.checkpoint(**options)(function), *given)
-    ),
+    "offloaded hooks": lambda function, **options: on_cpu(remat.checkpoint(**options)(function)),
 }
-
-
-def _under_hooks(function, *given):
-    with torch.autograd.graph.save_on_cpu():
-        return function(*given)
 
 
 OTHERWISE = {

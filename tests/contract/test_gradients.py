@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
@@ -21,6 +19,7 @@ from tests.helpers import (
     refused_if,
     tensors_in,
 )
+from tests.native_programs import full, on_cpu
 
 
 def test_numerical_first_and_second_derivatives_agree():
@@ -103,18 +102,6 @@ def not_leaving(a, b, w, x):
 FUNCTIONS = [to_another, as_numbers, of_what_is_linear, to_a_leaf_before, not_leaving]
 
 
-def by_torch(function):
-    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
-
-
-def on_cpu(function):
-    def call(*args):
-        with save_on_cpu():
-            return remat.checkpoint()(function)(*args)
-
-    return call
-
-
 REGIONS = {
     "plain": remat.checkpoint(),
     "nothing": remat.checkpoint(policy=lambda *args, **kwargs: RECOMPUTE),
@@ -122,8 +109,8 @@ REGIONS = {
     "some": remat.checkpoint(
         policy=lambda ctx, op, *args, **kwargs: op in (torch.ops.aten.sin.default, torch.ops.aten.mm.default)
     ),
-    "torch": by_torch,
-    "on cpu": on_cpu,
+    "torch": full,
+    "on cpu": lambda function: on_cpu(remat.checkpoint()(function)),
 }
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import assert_same, assert_same_program, leaf, pairwise, plain
-from tests.native_programs import aten, keep, region
+from tests.native_programs import aten, full, keep, on_cpu, region
 from tests.ways import everything, nothing
 
 # What a call, or code after it, modifies of the region's own tensors has the call run whole, with a warning.
@@ -197,17 +196,12 @@ def test_what_a_region_with_a_native_region_keeps_under_autocast_does_not_depend
 
 
 AROUND = {
-    "nothing": lambda run, x: run(x.cos()),
-    "a region": lambda run, x: remat.checkpoint()(lambda x: run(x.cos()))(x),
-    "a region to its end": lambda run, x: remat.checkpoint(early_stop=False)(lambda x: run(x.cos()))(x),
-    "torch's checkpoint": lambda run, x: torch_checkpoint(lambda x: run(x.cos()), x, use_reentrant=False),
-    "save_on_cpu": lambda run, x: _on_cpu(run, x.cos()),
+    "nothing": plain,
+    "a region": remat.checkpoint(),
+    "a region to its end": remat.checkpoint(early_stop=False),
+    "torch's checkpoint": full,
+    "save_on_cpu": on_cpu,
 }
-
-
-def _on_cpu(run, x):
-    with torch.autograd.graph.save_on_cpu():
-        return run(x)
 
 
 def _modifies_what_it_saved(a, b):
@@ -219,7 +213,8 @@ def _modifies_what_it_saved(a, b):
 @pairwise(around=AROUND, policy=[remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.OFFLOAD])
 def test_call_that_modifies_what_it_saved_is_an_error_under_whatever_hooks(around, policy):
     call = remat.op(_modifies_what_it_saved, "call", policy=policy)
-    y = AROUND[around](remat.checkpoint()(lambda x: call(x, x)), leaf(4, 4))
+    run = remat.checkpoint()(lambda x: call(x, x))
+    y = AROUND[around](lambda x: run(x.cos()))(leaf(4, 4))
     with pytest.raises(remat.MutationError, match="modified in place after it was saved"):
         y.sum().backward()
 
