@@ -75,6 +75,12 @@ def dynamic_shapes(h, w):
     return a[rows, columns].exp(), a.masked_select(a < 0).sin(), a[unique[:1]]
 
 
+def nested(h, w):
+    a = keep("inner", torch.mm, h, w)
+    b = remat.op(lambda t: t.sin().cos(), "other", policy=RECOMPUTE)(a)
+    return keep("last", lambda: keep("deep", torch.exp, b).tanh())
+
+
 def comparisons(h, w):
     """Python asks the right operand first if its type is a subclass, as a placeholder's is."""
     mean = (h @ w).detach().mean()
@@ -96,6 +102,7 @@ BODIES = {
         under_autocast,
         python_values,
         dynamic_shapes,
+        nested,
         comparisons,
         out_of_another_shape,
     )

@@ -161,6 +161,15 @@ REACHED = {
 }
 
 
+def test_function_with_a_variable_that_is_not_set_yet_runs():
+    def block(x):
+        return x.sin().exp() if x is not None else later
+
+    y = checkpointed(block)(leaf(5))
+    later = None
+    y.sum().backward()
+
+
 @pytest.mark.parametrize("way", REACHED)
 def test_generator_that_the_function_reaches_by_itself_is_equal(way):
     def program(wrap):
