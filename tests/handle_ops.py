@@ -108,10 +108,8 @@ def handle_forward(ctx, mark, *args, kernel):
     return handle.record_outputs(*as_tuple(outputs))
 
 
-def auto_forward(ctx, mark, *args, kernel, copies=False):
+def auto_forward(ctx, mark, *args, kernel):
     outputs, saved = run_body(kernel, ctx, mark, args[: kernel.arity])
-    if copies:
-        saved = {name: None if tensor is None else tensor.clone() for name, tensor in saved.items()}
     if saved:
         ctx.save_for_backward(*saved.values())
     return outputs
@@ -119,8 +117,8 @@ def auto_forward(ctx, mark, *args, kernel, copies=False):
 
 @functools.cache
 def function_for(kernel: Kernel, style: str) -> type[Function]:
-    """Return the kernel as a Function: by `handle`, by `auto_forward`, for `op`; without remat: `plain`, `copies`."""
-    body = functools.partial(auto_forward, kernel=kernel, copies=style == "copies")
+    """Return the kernel as a Function: by `handle`, by `auto_forward`, for `op`; without remat: `plain`."""
+    body = functools.partial(auto_forward, kernel=kernel)
     if style == "handle":
         body = functools.partial(handle_forward, kernel=kernel)
     extra = 2 if style in ("handle", "auto") else 0
@@ -144,7 +142,7 @@ def call(style: str, kernel: Kernel, trace: Trace, name: str, policy: Any, *inpu
     apply = function_for(kernel, style).apply
     if style == "op":
         return remat.op(apply, name, policy=policy)((trace, name), *inputs)
-    if style in ("plain", "copies"):
+    if style == "plain":
         return apply((trace, name), *inputs)
     return apply((trace, name), *inputs, name, policy)
 
@@ -344,6 +342,5 @@ class Half:
         return sum(parts) if parts else None
 
 
-SAME_KIND = [Inner, Result, Both, Shift, Power, Noise, Transpose, Identity, InnerView, Holes]
-"""Kernels that make one floating tensor of one floating tensor of the same, square shape."""
-KERNELS = [Affine, *SAME_KIND, SinCos, Sort, Gather, Gated, Half]
+KERNELS = [Affine, Inner, Result, Both, Shift, Power, Noise, Transpose, Identity, InnerView, Holes]
+KERNELS += [SinCos, Sort, Gather, Gated, Half]

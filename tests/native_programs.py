@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import torch_remat as remat
-from tests.helpers import LiveStorages, plain, tensors_in
+from tests.helpers import LiveStorages, tensors_in
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = remat.CheckpointPolicy.SAVE, remat.CheckpointPolicy.RECOMPUTE
@@ -54,6 +54,16 @@ def sac(policy: Any, **options: Any) -> Callable[[Callable], Callable]:
 def full(function: Callable) -> Callable:
     """Return a function as a region of torch's that recomputes everything."""
     return lambda *args, **kwargs: torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def on_cpu(function: Callable) -> Callable:
+    """Return a function whose saved tensors torch keeps on the CPU."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Marks:
@@ -200,11 +210,6 @@ def peak_bytes(function: Callable, inputs: Sequence[Any], leaves: Sequence[Tenso
     return peak.peak
 
 
-def wrapped_natively(wrap: Callable) -> Callable:
-    """Return what calls native regions in a program: `keep` in regions, a plain call in the reference."""
-    return keep if wrap is not plain else lambda name, function, *args, **kwargs: function(*args, **kwargs)
-
-
 class TransformerBlock(nn.Module):
     """Pre-norm attention and a four times wider MLP, as in `benchmarks/workloads.py`."""
 
@@ -242,35 +247,3 @@ class TransformerBlock(nn.Module):
 
 ATTENTION = [aten._scaled_dot_product_flash_attention_for_cpu.default]
 MATMULS = [aten.addmm.default]
-
-
-class Experts(nn.Module):
-    """A mixture of experts: each token goes to its best two experts, by `topk`, `nonzero` and `index_add`."""
-
-    def __init__(self, width: int = 8, experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(experts))
-        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(experts))
-        self.register_buffer("load", torch.zeros(experts, dtype=torch.long))
-
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and indices of the experts of each token, and count the tokens of each expert."""
-        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
-        self.load += torch.bincount(chosen.flatten(), minlength=len(self.up))
-        return weights / weights.sum(-1, keepdim=True), chosen
-
-    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Send the tokens through their experts."""
-        out = torch.zeros_like(tokens)
-        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            rows, slots = (chosen == index).nonzero(as_tuple=True)
-            if rows.numel() == 0:
-                continue
-            hidden = down(F.gelu(up(tokens[rows])))
-            out = out.index_add(0, rows, hidden * weights[rows, slots].unsqueeze(-1))
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        return x + self.mix(tokens, *self.route(tokens)).view_as(x)

@@ -585,7 +585,8 @@ count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def casts_the_last_first() -> bool:
     """Whether autocast casts the last argument of a function first: as the compiler that built torch evaluates them.
 
-    A thread of its own finds out, where no hooks and modes of a region are.
+    A thread of its own finds out, where no hooks and modes of a region are. It enters no context of autocast: to leave
+    one empties the cache of casts, which all threads share.
     """
     found: list[bool] = []
     thread = Thread(target=lambda: found.append(_casts_the_last_first()))
@@ -595,7 +596,10 @@ def casts_the_last_first() -> bool:
 
 
 def _casts_the_last_first() -> bool:
-    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.set_autocast_enabled("cpu", True)
+    with torch.enable_grad():
         one = torch.zeros(1, 1, requires_grad=True, device="cpu").clone()
         made: Any = torch.mm(one, one).grad_fn
     first, last = (node for node, _ in made.next_functions)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.utils.checkpoint as of_torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 import torch_remat as remat
@@ -169,35 +168,3 @@ def test_parametrized_weight_that_a_cache_has_in_one_phase_only_is_an_error(run)
 
 
 # ---- where there are no values
-
-
-@EVERY
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_tensors_without_data_get_gradients_of_the_right_shape(kind, run):
-    """As those do who measure a model before it is there."""
-    mode = FakeTensorMode() if kind == "fake" else torch.device("meta")
-    with mode:
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        x = torch.randn(2, 4, 8, requires_grad=True)
-        run(layer, x).sum().backward()
-    assert x.grad.shape == x.shape
-    assert all(parameter.grad.shape == parameter.shape for parameter in layer.parameters())
-
-
-@pytest.mark.parametrize("keep", ["policy", "native region"])
-def test_one_hot_of_what_is_kept_runs_the_ops_of_forward(keep):
-    """ATen has another one_hot for tensor subclasses, such as placeholders."""
-    w = torch.randn(4, 3)
-
-    def function(x):
-        scores = (x @ w).softmax(-1)
-        chosen = nn.functional.one_hot(scores.argmax(-1), 3)
-        expert, token = chosen.T.nonzero(as_tuple=True)
-        return (scores[token, expert].unsqueeze(-1) * x[token]).exp().sin()
-
-    x = torch.randn(5, 4, requires_grad=True)
-    run = remat.checkpoint(policy=remat.policies.save_discrete)(function)
-    if keep == "native region":
-        run = remat.checkpoint()(lambda x: remat.native_save_region("k", function, x).sin())
-    expected = function(x) if keep == "policy" else function(x).sin()
-    assert torch.equal(torch.autograd.grad(expected.sum(), x)[0], torch.autograd.grad(run(x).sum(), x)[0])

@@ -7,8 +7,8 @@ import torch
 from torch.autograd import Function
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, Kernel, Trace, call, policy_ids
-from tests.helpers import assert_same, assert_same_program, checkpointed, leaf, pairwise, plain
+from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, policy_ids
+from tests.helpers import assert_same_program, checkpointed, leaf
 
 
 class Named(Function):
@@ -104,28 +104,6 @@ def test_saving_another_number_of_tensors_than_names_is_an_error(count):
         assert (caught.value.region, caught.value.op) == ("block", "it")
 
 
-@pairwise(style=["auto", "op"], policy=POLICIES, ids=str)
-def test_exception_in_the_body_comes_out_and_leaves_nothing_behind(style, policy):
-    fail = [True]
-
-    def body(ctx, x):
-        if fail:
-            raise ValueError("body fails")
-        return x.sin(), {"x": x}
-
-    failing = Kernel("failing", ("x",), body, lambda ctx, saved, grad: grad * saved[0].cos())
-
-    def block(x):
-        return call(style, failing, Trace(), "it", policy, x.exp())
-
-    x = leaf(3)
-    with pytest.raises(ValueError, match="body fails"):
-        checkpointed(block)(x)
-    fail.clear()
-    for wrap in (plain, checkpointed):
-        assert_same(torch.autograd.grad(x.exp().sin().sum(), x), torch.autograd.grad(wrap(block)(x).sum(), x))
-
-
 @pytest.mark.parametrize("matrices", [1, 2])
 def test_a_call_without_name_and_policy_is_the_plain_function(matrices):
     class Product(Function):
@@ -159,38 +137,3 @@ def test_the_first_remedy_for_a_native_reader_of_a_handles_output_is_op():
     with pytest.raises(remat.PlaceholderError) as caught:
         y.sum().backward()
     assert caught.value.remedy.startswith("Either (1) call the op as remat.op(")
-
-
-@pytest.mark.filterwarnings("error::torch_remat.RematWarning")
-@pytest.mark.parametrize("around", [lambda function: function, remat.checkpoint()])
-def test_input_that_a_native_region_has_made_is_kept_for_a_handle_inside(around):
-    """It is a placeholder in replay, so that the handle cannot take it from its argument there."""
-
-    def gradient(around, inner, native):
-        torch.manual_seed(0)
-        x = leaf(4, 4)
-
-        def block(x):
-            inside = lambda x: native_op(x.square(), x)  # noqa: E731
-            return native("native", inside, x * 1.0).sin().cos()
-
-        return torch.autograd.grad(around(lambda x: inner(block)(x.sin()))(x).sum(), x)
-
-    def native_op(a, b):
-        return NamedProduct.apply(a, b, "product", remat.CheckpointPolicy.SAVE)
-
-    expected = gradient(lambda f: f, lambda f: f, lambda name, function, x: function(x))
-    assert_same(expected, gradient(around, remat.checkpoint(), remat.native_save_region))
-
-
-class NamedProduct(torch.autograd.Function):
-    @staticmethod
-    @remat.auto_forward("a", "b")
-    def forward(ctx, a, b, op_name, remat_policy):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, gradient):
-        a, b = ctx.saved_tensors
-        return gradient * b, gradient * a, None, None

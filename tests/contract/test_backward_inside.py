@@ -2,92 +2,56 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
-    Mlp,
     assert_same,
     assert_same_program,
     checkpointed,
     leaf,
     pairwise,
-    parameter_gradients,
     plain,
     refused_if,
 )
+from tests.native_programs import full
+from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in
 
 
 def _grad_of(output, *inputs, **options):
     return torch.autograd.grad(output.sum(), inputs, **options)[0]
 
 
-@pytest.mark.parametrize("check", ["default", "bitwise"])
-def test_gradient_taken_inside_a_region_with_create_graph_is_equal(check):
-    def program(wrap):
-        model = Mlp(4)
-
-        def block(x):
-            h = x.sin()
-            return h - _grad_of(model(h), h, create_graph=True)
-
-        x = leaf(2, 4)
-        y = wrap(block)(x)
-        y.square().sum().backward()
-        return y, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program, determinism_check=check)
-
-
-def torchs(function):
-    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
-
-
-WHOLE_CALLS = {
-    "alone": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h), h),
-    "product": lambda run, h, w: (h.cos() * _grad_of(run("n", torch.mm, h, w), h)).sin(),
-    "create_graph": lambda run, h, w: h.cos() * _grad_of(run("n", torch.exp, h).sin() + h, h, create_graph=True),
-    "of its result": lambda run, h, w: (lambda q: q * _grad_of(q.sin(), q, create_graph=True))(run("n", torch.exp, h)),
+THROUGH_CALLS = {
+    "alone": lambda keep, h, w: h.cos() * _grad_of(keep("n", torch.exp, h), h),
+    "a product": lambda keep, h, w: (h.cos() * _grad_of(keep("n", torch.mm, h, w), h)).sin(),
+    "create_graph": lambda keep, h, w: h.cos() * _grad_of(keep("n", torch.exp, h).sin() + h, h, create_graph=True),
+    "two ops": lambda keep, h, w: h * _grad_of(keep("n", lambda h: h.sin() @ h, h), h, create_graph=True),
 }
 
 
-@pytest.mark.parametrize("name", WHOLE_CALLS)
-def test_gradient_taken_inside_a_region_through_a_call_of_torchs_own_is_refused(name):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        run = remat.native_save_region if wrap is not plain else lambda name, function, *args: function(*args)
-        y = wrap(lambda x: WHOLE_CALLS[name](run, x.sin(), w))(x)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return y, first, torch.autograd.grad(y.sum(), x)
-
-    if name == "of its result":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)
-            assert_same_program(program)
-    else:
-        with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
-            program(checkpointed)
-        assert caught.value.op == "n"
+@pairwise(name=THROUGH_CALLS, way=KEEPING, policy=[None, [torch.ops.aten.exp.default]], ids=str)
+def test_gradient_taken_inside_a_region_through_a_saved_call_is_refused_in_forward(name, way, policy):
+    w = leaf(3, 3)
+    with pytest.raises(remat.UsageError, match="through this call before the region's forward ends") as caught:
+        way.region(lambda x: THROUGH_CALLS[name](way.keep, x.sin(), w), policy=policy)(leaf(3, 3))
+    assert caught.value.op == "n"
 
 
-def test_gradient_inside_a_native_region_is_exact():
-    count = torch.zeros(())
+@pytest.mark.parametrize("way", [RECOMPUTED, BY_OP, BY_NATIVE_REGION], ids=str)
+def test_gradient_taken_inside_a_region_of_what_a_saved_call_returned_is_equal(way):
+    def block(way, h):
+        q = way.keep("n", torch.exp, h)
+        return q * _grad_of(q.sin(), q, create_graph=True)
 
-    def inside(h):
-        count.add_(1)
-        return _grad_of((h * h).sin(), h) * h
-
-    def program(region):
+    def program(way):
         x = leaf(3, 3)
-        return torch.autograd.grad(region(lambda x: remat.native_save_region("n", inside, x.cos()))(x).sum(), x)
+        y = way.region(lambda x: block(way, x.sin()))(x)
+        return y, torch.autograd.grad(y.sum(), x, retain_graph=True), torch.autograd.grad(y.sum(), x)
 
-    assert_same_program(program)
-    assert count == 2
+    assert_same_in(way, program)
 
 
 def test_gradient_that_is_refused_and_swallowed_is_an_error_at_the_end_of_forward():
@@ -162,25 +126,6 @@ def test_hooks_on_outputs_inputs_and_inner_tensors_see_equal_gradients():
     assert_same_program(program)
 
 
-@pytest.mark.parametrize("outer", [torchs, checkpointed])
-def test_gradient_inside_a_call_in_a_region_under_a_checkpoint(outer):
-    def through(value, other):
-        with torch.enable_grad():
-            t = value.detach().requires_grad_()
-            return torch.autograd.grad((t.sin() * other).sum(), t, create_graph=True)[0]
-
-    def program(outer, inner, call):
-        def block(value, other):
-            return call(through)(value, other) @ other
-
-        return outer(lambda x: inner(block)(x + 1, x * 3))
-
-    x = leaf(4, 4)
-    expected = torch.autograd.grad(program(plain, plain, plain)(x).sum(), x)
-    actual = program(outer, checkpointed, lambda f: remat.op(f, "through"))(x)
-    assert_same(expected, torch.autograd.grad(actual.sum(), x))
-
-
 # --- Regions in each other: the replay of an inner one is part of the ops of the outer one
 
 
@@ -193,7 +138,7 @@ REFUSING = {  # these policies watch ops
 }
 REGIONS = {
     "plain": checkpointed,
-    "torch": torchs,
+    "torch": full,
     "bitwise": lambda function: checkpointed(function, determinism_check="bitwise"),
     **{name: remat.checkpoint(policy=policy) for name, policy in REFUSING.items()},
 }
@@ -258,21 +203,3 @@ def test_gradient_inside_of_nested_regions(outer, inner, gradient, where):
         with refused_if(not REFUSING.keys().isdisjoint((outer, inner))):
             actual = result(lambda h, w: program(h, w, outer=REGIONS[outer], inner=REGIONS[inner]))
             assert_same(result(program), actual, name)
-
-
-def test_replay_inside_forward_goes_no_further_than_forward_has_come():
-    """An op may fill the last tensor that it saves, so that replay does not stop before it."""
-    runs = []
-
-    def block(h):
-        point = h.detach().requires_grad_()
-        y = functional.layer_norm(point, (4,))
-        (gradient,) = torch.autograd.grad(y.sum(), point, create_graph=True)
-        runs.append(remat.is_recomputing())
-        (second,) = torch.autograd.grad((point + gradient.sin()).sum(), point)
-        return h * second
-
-    expected = result(lambda h, w: block(h) * w)
-    runs.clear()
-    assert_same(expected, result(lambda h, w: checkpointed(block)(h) * w))
-    assert runs[0] is False

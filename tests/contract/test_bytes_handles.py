@@ -121,20 +121,6 @@ def test_region_keeps_what_the_rules_say_and_nothing_else(style):
         check(ops, pattern, style, set(kept.split()) | of_recomputed)
 
 
-def test_outer_region_keeps_nothing_of_what_an_inner_one_saves():
-    trace, x = Trace(), leaf(SIDE, SIDE)
-
-    def inner(h):
-        h = call("handle", pattern_kernel("xmy", 1), trace, "a", SAVE, h)
-        return call("handle", pattern_kernel("xmy", 1), trace, "b", RECOMPUTE, h)
-
-    loss = loss_of([checkpointed(lambda x: checkpointed(inner)(x.sin()))(x)])
-    assert trace.alive() == set()
-    loss.backward()
-    assert trace.runs["a"] == 2  # the inner region's residents are recomputed by the outer one
-    assert 2 <= trace.runs["b"] <= 3
-
-
 def test_enclosing_saved_tensor_hooks_take_residents_and_slots_away():
     elsewhere = []
 

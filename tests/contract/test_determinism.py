@@ -6,20 +6,15 @@ import re
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import torch_remat as remat
 from tests.helpers import (
-    Stack,
     assert_same,
     assert_same_program,
     checkpointed,
     leaf,
-    pairwise,
-    parameter_gradients,
 )
 
 KINDS = ["default", "none", "bitwise"]
@@ -55,20 +50,6 @@ def position(error):
     return int(found.group())
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_program_that_repeats_itself_passes_every_check(kind, early_stop):
-    def program(wrap):
-        model = Stack(wrap, depth=2)
-        x = leaf(2, 4, 8)
-        y = wrap(model)(x)
-        first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-        y.square().sum().backward()
-        return y, first, x.grad, *parameter_gradients(model)
-
-    assert_same_program(program, determinism_check=kind, early_stop=early_stop)
-
-
 def test_default_sees_shape_and_dtype_and_the_last_values_and_none_sees_nothing():
     last = mismatch(nudged(1), leaf(3))
     assert position(last) == 3
@@ -85,24 +66,6 @@ def test_bitwise_reports_the_first_difference():
     assert [p - positions[0] for p in positions] == [0, 1, 2, 3]
 
 
-VALUES = {
-    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
-    "empty": torch.zeros(0, 4),
-    "scalar": torch.tensor(2.0),
-    "strided": torch.randn(4, 6)[:, ::2].t(),
-    "expanded": torch.randn(1, 3).expand(5, 3),
-    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-}
-
-
-@pytest.mark.parametrize("kind", VALUES)
-def test_bitwise_takes_every_kind_of_value(kind):
-    w = torch.randn((), requires_grad=True)
-    y = checkpointed(lambda x: ((x * w).sin() * x).exp(), determinism_check="bitwise")(VALUES[kind])
-    y.abs().sum().backward()
-    assert w.grad is not None
-
-
 @pytest.mark.parametrize("check", ["all", torch.sum], ids=["name", "callable"])
 def test_another_kind_is_an_error(check):
     with pytest.raises(remat.UsageError, match="determinism_check is 'default', 'none' or 'bitwise'"):
@@ -114,44 +77,6 @@ def test_tensor_changed_in_place_after_it_was_saved_is_no_difference_of_values(c
     y = checkpointed(lambda x: x.sin().exp().add_(1), determinism_check=check)(leaf(3))
     with pytest.raises(remat.MutationError, match="modified in place after it was saved"):
         y.sum().backward()
-
-
-def batch_norm_of_outside(train, momentum=0.1):
-    mean, var = torch.zeros(3), torch.ones(3)
-    return lambda x: F.batch_norm(x, mean, var, training=train, momentum=momentum).sin()
-
-
-STATISTICS = {
-    "module": lambda train: nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()).train(train),
-    "function": batch_norm_of_outside,
-}
-
-
-# Those of a function in training are updated by replay, too, which no version shows: the check reports it.
-@pairwise(
-    name=STATISTICS,
-    train=[True, False],
-    possible=lambda name, train: name == "module" or not train,
-)
-def test_running_statistics_that_training_changes_and_its_backward_does_not_read_are_not_compared(name, train):
-    def program(wrap):
-        torch.manual_seed(0)
-        x = leaf(2, 3, 4, 4)
-        y = wrap(STATISTICS[name](train))(x)
-        y.square().sum().backward()
-        return y, x.grad
-
-    assert_same(program(lambda f: f), program(lambda f: checkpointed(f, determinism_check="bitwise")))
-
-
-def test_running_statistics_that_evaluation_reads_are_compared():
-    block = STATISTICS["module"](False)
-    statistics = next(iter(block.buffers()))
-    x = leaf(2, 3, 4, 4)
-    y = checkpointed(block, determinism_check="bitwise")(x)
-    statistics.data = statistics.data + 1  # no version tells
-    with pytest.raises(remat.MismatchError):
-        y.square().sum().backward()
 
 
 class Bare(torch.Tensor):
@@ -180,28 +105,14 @@ def test_bitwise_takes_wrapper_subclasses(inside):
         backward(lambda x: (x + (1 if remat.is_recomputing() else 0)).sin().exp(), x, determinism_check="bitwise")
 
 
-def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read():
-    with pytest.raises(remat.UsageError, match="Bare"):
-        checkpointed(lambda x: x.sin().exp(), determinism_check="bitwise")(Bare(torch.randn(3)))
+@pytest.mark.parametrize("block", [lambda x: Bare(x).sin().exp(), lambda x: Bare(x) @ WEIGHT @ WEIGHT])
+def test_bitwise_refuses_a_subclass_whose_values_it_cannot_read(block):
+    """Operators make "unsupported operand" of some errors."""
+    with pytest.raises(remat.UsageError, match="cannot read the values of a Bare"):
+        checkpointed(block, determinism_check="bitwise")(torch.ones(3, 4))
 
 
-def test_recurrent_layers_are_compared_without_what_nobody_has_written():
-    """The workspace of an LSTM on the CPU has gaps, in which lies what was there before: no zeros in both phases."""
-
-    def program(wrap):
-        layer, x, calls = nn.LSTM(4, 4), leaf(4, 1, 4), []
-
-        def block(x):
-            calls.append(1)
-            left = [torch.full((7168,), float(len(calls))) for _ in range(10)]
-            del left
-            return layer(x)[0].sin()
-
-        y = wrap(block)(x * 1)
-        y.sum().backward()
-        return y, x.grad, *parameter_gradients(layer)
-
-    assert_same_program(program, determinism_check="bitwise")
+WEIGHT = leaf(4, 4)
 
 
 def test_check_of_an_inner_region_reads_nothing_that_the_outer_replay_skips(recwarn):

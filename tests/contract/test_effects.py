@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import Tensor
 
 import torch_remat as remat
 from tests.contract.test_native_regions import BODIES, framed
-from tests.handle_ops import RECOMPUTE, SAVE
+from tests.handle_ops import SAVE, Kernel, Trace
+from tests.handle_ops import call as call_kernel
 from tests.helpers import (
     assert_equal_gradients,
     assert_same,
-    assert_same_program,
     leaf,
     name_of,
     pairwise,
@@ -30,23 +29,7 @@ from tests.helpers import (
     tensors_in,
 )
 from tests.native_programs import keep, region
-from tests.ways import BY_NATIVE_REGION, BY_OP, KEEPING, RECOMPUTED, assert_same_in, everything, nothing
-
-
-def test_region_that_changed_something_outside_runs_once_and_its_result_is_there():
-    counter = torch.zeros(())
-
-    def body(h):
-        counter.add_(1)
-        return h @ h
-
-    def function(x):
-        h = keep("scores", body, x * 2)
-        return (x * h.detach().abs().amax()).sin()
-
-    assert_same_program(lambda wrap: torch.autograd.grad(wrap(function)(x := leaf(3, 3)).sum(), x))
-    assert counter == 2  # plain, and in forward
-
+from tests.ways import BY_NATIVE_REGION, BY_OP, assert_same_in, everything, nothing
 
 # --- Under a policy
 
@@ -82,22 +65,6 @@ def test_custom_op_that_writes_outside_writes_once(policy, run):
     assert_same([expected, written], [actual, log])
 
 
-@pytest.mark.parametrize("saved", ["mul_", "sin", "exp"])
-@pytest.mark.parametrize("call", ["native", "plain"])
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_what_was_written_and_then_got_another_shape_in_place(saved, call):
-    def block(x):
-        written = remat.native_save_region("k", lambda h: h.mul_(2).t_(), x.sin()) if call == "native" else None
-        return (x.sin().mul_(2).t_() if written is None else written).exp() * x
-
-    def policy(ctx, op, *args, **kwargs):
-        return SAVE if op.overloadpacket is getattr(torch.ops.aten, saved) else RECOMPUTE
-
-    x = leaf(3, 3)
-    expected = torch.autograd.grad(block(x).sum(), x)
-    assert_same(expected, torch.autograd.grad(remat.checkpoint(policy=policy)(block)(x).sum(), x))
-
-
 @pytest.mark.parametrize("name", BODIES)
 @policies
 def test_bodies_of_native_regions_under_a_policy(policy, name):
@@ -113,45 +80,6 @@ def test_bodies_of_native_regions_under_a_policy(policy, name):
         assert_equal_gradients(bare, region(policy)(bare), inputs)
     except remat.MutationError:
         assert policy is not nothing  # a saved result was changed: SAC refuses it too
-
-
-class Averaged(nn.Module):
-    """A buffer that follows a mean."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.rand(4, 4) + 0.5)
-
-    def follow(self, x):
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.detach().abs().mean(0))
-
-    def scale(self, x, reads):
-        self.follow(x)
-        return x * self.mean.clone() if reads else x * 2
-
-
-@pairwise(way=[BY_OP, BY_NATIVE_REGION], also=["before", "after", "both"], reads=[False, True])
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_buffer_that_a_call_which_runs_whole_and_the_region_both_write(way, also, reads):
-    """It is state: replay starts from what forward found, and leaves what forward left."""
-
-    def program(way):
-        module, x = Averaged(), leaf(4, 4)
-
-        def function(x):
-            h = x * 1.0
-            if also != "after":
-                module.follow(x)
-            r = way.keep("scale", module.scale, h, reads)
-            if also != "before":
-                module.follow(h)
-            r[0].mul_(0.5)
-            return r.sin() * h
-
-        return torch.autograd.grad(way.region(function)(x).sum(), x), module.mean
-
-    assert_same_in(way, program, policy=[torch.ops.aten.mm.default])
 
 
 @pytest.mark.parametrize("given", ["argument", "variable"])
@@ -185,7 +113,6 @@ def test_call_that_runs_after_all_refuses_what_was_changed_after_it(given, way):
 
 CALLS: dict[str, Callable[[Callable], Callable]] = {
     "function": lambda function: remat.op(function, "c"),
-    "decorated": lambda function: remat.op(name="c")(function),
     "native": lambda function: lambda *args: remat.native_save_region("c", function, *args),
 }
 OUTSIDE: list[Any] = []
@@ -305,64 +232,7 @@ def test_what_does_not_reach_the_region_is_left_once(name, how):
     assert counts[0] <= (2 if how == "native" else 1)
 
 
-@pairwise(way=[RECOMPUTED, *KEEPING], policy=[None, [torch.ops.aten.exp.default]], ids=str)
-def test_a_gradient_through_a_saved_call_inside_the_region_is_refused_in_forward(way, policy):
-    def program(way):
-        def block(x):
-            h = x.cos()
-            y = way.keep("c", lambda h: h.sin() @ h, h)
-            (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=True)
-            return gradient * h
-
-        x = leaf(4, 4)
-        return torch.autograd.grad(way.region(block)(x).sum(), x)
-
-    if way is RECOMPUTED:
-        assert_same_in(way, program, policy=policy)
-        return
-    with pytest.raises(remat.UsageError, match=r"gradient is taken .*before the region's forward ends") as caught:
-        assert_same_in(way, program, policy=policy)
-    assert caught.value.op == "c"
-
-
 # --- A call writes a tensor that the region made: right, or an error, never another gradient.
-
-
-class Writes(Function):
-    """Changes its second argument, without saying so."""
-
-    @staticmethod
-    def forward(ctx, x, v, write):
-        ctx.save_for_backward(x)
-        write(v)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None
-
-
-class NamedWrites(Writes):
-    @staticmethod
-    @remat.auto_forward("x")
-    def forward(ctx, x, v, write, op_name, remat_policy):
-        return Writes.forward(ctx, x, v, write)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2, None, None, None, None
-
-
-class SeedWrites(NamedWrites):
-    @staticmethod
-    def forward(ctx, x, v, write, op_name, remat_policy):
-        handle = remat.get_handle(ctx, op_name, remat_policy)
-        if (result := handle.maybe_load_saved()) is not None:
-            return result
-        x, v = handle.save_or_load_inputs(x, v)
-        write(v)
-        handle.save_for_backward({"x": x})
-        return handle.record_outputs(x * 2)
 
 
 def doubled(x, v, write):
@@ -370,11 +240,22 @@ def doubled(x, v, write):
     return x * 2
 
 
-WRITERS = {how: lambda x, v, write, call=call: call(doubled)(x, v, write) for how, call in CALLS.items()} | {
-    "Function": lambda x, v, write: remat.op(Writes.apply, "c")(x, v, write),
-    "seed": lambda x, v, write: SeedWrites.apply(x, v, write, "c", SAVE),
-    "seed with names": lambda x, v, write: NamedWrites.apply(x, v, write, "c", SAVE),
-}
+def by_kernel(style):
+    """Return what calls a Function that modifies its second argument without saying so."""
+
+    def writer(x, v, write):
+        def forward(ctx, x, v):
+            write(v)
+            return x * 2, {"x": x}
+
+        kernel = Kernel("writes", ("x",), forward, lambda ctx, saved, grad: (grad * 2, None), 2)
+        return call_kernel(style, kernel, Trace(), "c", SAVE, x, v)
+
+    return writer
+
+
+WRITERS = {how: lambda x, v, write, call=call: call(doubled)(x, v, write) for how, call in CALLS.items()}
+WRITERS |= {style: by_kernel(style) for style in ("op", "handle", "auto")}
 WRITES = {
     "without a gradient": torch.no_grad()(lambda v: v.mul_(0.5)),
     "past the graph": lambda v: v.detach().mul_(0.5),
@@ -401,7 +282,7 @@ def test_a_call_that_writes_its_argument_is_right_or_refused(who, how, history, 
         sum(y.exp().sum() for y in wrap(block)(x)).backward()
         return x.grad
 
-    expected = gradient(doubled if who in CALLS else Writes.apply, plain)
+    expected = gradient(doubled if who in CALLS else by_kernel("plain"), plain)
     chosen = policy and (lambda ctx, op, *args, **kwargs: op is policy)
     try:
         found = gradient(WRITERS[who], remat.checkpoint(policy=chosen))

@@ -11,12 +11,14 @@ import torch_remat as remat
 from tests.handle_ops import SAVE, Inner, Trace, call
 from tests.helpers import (
     assert_clean_state,
-    assert_equal_gradients,
     assert_same_program,
     leaf,
     parameter_gradients,
 )
-from tests.native_programs import aten, keep, region, replayed_ops
+from tests.native_programs import aten, keep, region
+
+MM = [aten.mm.default]
+
 
 # --- In a native region
 
@@ -52,84 +54,28 @@ def test_changed_op_sequence_is_an_error_that_names_the_first_difference(early_s
         assert_clean_state()
 
 
-def test_native_region_that_is_missing_new_or_renamed_in_replay_is_an_error():
-    def renamed(x):
-        return keep("other" if remat.is_recomputing() else "scores", torch.sin, x * 2).exp()
-
-    def missing(x):
-        h = torch.sin(x * 2) if remat.is_recomputing() else keep("scores", torch.sin, x * 2)
-        return keep("last", torch.cos, h).exp()
-
-    def new(x):
-        h = keep("scores", torch.sin, x * 2) if remat.is_recomputing() else torch.sin(x * 2)
-        return keep("last", torch.cos, h).exp()
-
-    def swapped(x):
-        names = ["scores", "last"][:: -1 if remat.is_recomputing() else 1]
-        h = keep(names[0], torch.sin, x * 2)
-        return keep(names[1], torch.sin, h).exp()
-
-    def missing_where_its_ops_run(x):
-        h = torch.sin(x * 2) if remat.is_recomputing() else keep("scores", lambda: torch.sin(x * 2))
-        return h.exp().tanh()
-
-    for function in (renamed, missing, new, swapped, missing_where_its_ops_run):
-        for policy in (None, [torch.ops.aten.exp.default]):
-            with pytest.raises(remat.MismatchError) as caught:
-                region(policy, region_name="block")(function)(leaf(3)).sum().backward()
-            assert caught.value.region == "block"
-        assert function is not missing_where_its_ops_run or caught.value.op == "scores"
-
-
-@pytest.mark.parametrize("how", ["returned", "view", "inside", "slot"])
+@pytest.mark.parametrize("how", ["returned", "view", "inside", "slot", "policy"])
 def test_in_place_change_of_a_kept_tensor_is_an_error_with_its_name(how):
     held = []
 
     def function(x, w):
         if how == "inside":
             return keep("scores", lambda: (held.append(h := x @ w), h.sin())[1]) * 2
+        if how == "policy":
+            return (held.append(h := x @ w), (h * 2).sin())[1]
         h = keep("scores", lambda: (x @ w).exp()) if how == "returned" else keep("scores", torch.mm, x, w)
         held.append(h.detach()[0] if how == "view" else h)
         return h * 2 if how == "returned" else (h * 2).sin() if how == "slot" else h.sin()
 
-    y = region(region_name="block")(function)(leaf(3, 3), leaf(3, 3))
+    y = region(MM if how == "policy" else None, region_name="block")(function)(leaf(3, 3), leaf(3, 3))
     with torch.no_grad():
         held[0].mul_(2)
     with pytest.raises(remat.MutationError) as caught:
         y.sum().backward()
     assert caught.value.region == "block"
-    assert caught.value.op == "scores"
-    assert "block::scores" in str(caught.value)
+    assert ("mm_0_0" if how == "policy" else "block::scores") in str(caught.value)
     assert caught.value.tensor
-
-
-class Stop(Exception):
-    """Raised by bodies of native regions."""
-
-
-@pytest.mark.parametrize("where", ["first op", "after all", "nested"])
-def test_exception_that_the_region_catches_is_the_same_in_replay(where):
-    def body(h, w):
-        if where == "first op":
-            raise Stop
-        (h @ w).sin()
-        if where == "nested":
-            keep("inner", lambda: (_ for _ in ()).throw(Stop))
-        raise Stop
-
-    def function(x, w):
-        h = (x * 2).cos()
-        try:
-            h = keep("risky", body, h, w)
-        except Stop:
-            h = keep("fallback", lambda: (h @ w).tanh())
-        return h.exp()
-
-    inputs = leaf(3, 3), leaf(3, 3)
-    assert_equal_gradients(function, region()(function), inputs)
-    if where != "nested":
-        again = {"mm": 1, "sin": 1} if where == "after all" else {}  # what raised runs again
-        assert replayed_ops(function, region(), inputs) == {"mul": 1, "cos": 1, "exp": 1} | again
+    assert caught.value.op == "scores" or how == "policy"
 
 
 def test_wrong_name_or_function_is_an_error():
@@ -155,9 +101,6 @@ def test_duplicate_name_is_an_error_with_the_name():
 
 
 # --- Under a policy
-
-
-MM = [aten.mm.default]
 
 
 def matmuls(ctx, op, *args, **kwargs):
@@ -215,6 +158,3 @@ def test_other_ops_in_replay_are_an_error_that_names_the_first_difference(change
     assert caught.value.region == "block"
     assert any(name in str(caught.value).lower() for name in named)
     assert_clean_state()
-
-
-# Changes in place that no version counter of the kept tensor shows

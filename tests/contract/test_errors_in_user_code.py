@@ -10,10 +10,8 @@ from torch.nn import functional as F
 
 import torch_remat as remat
 from tests.helpers import (
-    LiveStorages,
     alive,
     assert_clean_state,
-    assert_same,
     assert_same_program,
     chain,
     checkpointed,
@@ -27,20 +25,6 @@ from tests.ways import WAYS
 
 class OwnError(BaseException):
     """Not an `Exception`, as `KeyboardInterrupt` is not."""
-
-
-class Fails(torch.autograd.Function):
-    """Identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x, kind):
-        ctx.save_for_backward(x)
-        ctx.kind = kind
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ctx.kind("in backward")
 
 
 def raised(kind, function, *args):
@@ -123,36 +107,6 @@ def test_exception_in_replay_passes_and_leaves_nothing_behind(kind, depth):
         assert alive(inner) == 0
         assert alive(references) == 0
     assert_next_region_works()
-
-
-@pytest.mark.parametrize("kind", [ValueError, OwnError])
-def test_exception_in_backward_passes_and_leaves_nothing_behind(kind):
-    with collector_off():
-        live = LiveStorages()
-        with live:
-            x = leaf(3) * 1
-            y = checkpointed(lambda x: Fails.apply(x.sin().exp(), kind).cos())(x)
-            assert "in backward" in raised(kind, y.sum().backward)
-            del x, y
-        assert live.bytes() == 0
-    assert_next_region_works()
-
-
-def test_replay_that_failed_once_may_be_tried_again():
-    failing = [True]
-
-    def block(x):
-        if remat.is_recomputing() and failing:
-            failing.clear()
-            raise ConnectionError("once")
-        return chain(x)
-
-    x = leaf(3)
-    y = checkpointed(block)(x)
-    with pytest.raises(ConnectionError):
-        y.backward(torch.ones(3), retain_graph=True)
-    y.backward(torch.ones(3))
-    assert_same(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
 
 
 def caught(x):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import pickle
 import warnings
@@ -17,298 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
+from tests.function_programs import PROGRAMS, Quiet, gradients
 from tests.helpers import LiveStorages, assert_same, leaf
+from tests.native_programs import full, on_cpu
 from tests.offloaders import Counting
+from torch_remat._compat import casts_the_last_first
 from torch_remat.errors import PolicyError
-from torch_remat.policies import nothing
 from torch_remat.policies.by_function import FunctionsPolicy
 from torch_remat.policies.decision import Decision
 from torch_remat.policies.policy import OpPolicy
 
-PROGRAMS = {}
-
-
-def program(*functions):
-    """Make a function a program of the matrix, under a policy that names functions."""
-
-    def add(function):
-        PROGRAMS[function.__name__] = function, list(functions)
-        return function
-
-    return add
-
-
-# --- What is done with a kept result.
-
-
-@program(torch.matmul)
-def read(x, w):
-    return ((x @ w) * 3).exp()
-
-
-@program(torch.matmul)
-def written_in_place(x, w):
-    a = x @ w
-    b = a * 2
-    a.mul_(0.5)
-    return (a * 3).exp() + b.tanh()
-
-
-@program(torch.matmul)
-def written_through_a_view(x, w):
-    a = x @ w
-    a.view(-1)[1:3].mul_(0.5)
-    return (a * 3).exp() + (a * 2).tanh()
-
-
-@program(torch.matmul)
-def written_through_data(x, w):
-    a = x @ w
-    a.data.mul_(0.5)
-    return (a * 3).exp() + (a * 2).tanh()
-
-
-@program(torch.matmul)
-def written_by_numpy(x, w):
-    a = x @ w
-    array = a.detach().numpy()
-    array *= 0.5
-    return (a * 3).exp() + (a * 2).tanh()
-
-
-@program(torch.matmul)
-def written_by_dlpack(x, w):
-    a = x @ w
-    torch.from_dlpack(a.detach()).mul_(0.5)
-    return (a * 3).exp() + (a * 2).tanh()
-
-
-@program(torch.exp)
-def saved_and_written_through_data(x, w):
-    a = x.exp()
-    a.data.mul_(0.5)
-    return a * w + (a * 2).sin()
-
-
-@program(torch.matmul)
-def given_other_data(x, w):
-    a = (x @ w).detach()
-    a.data = (x * 3).detach()
-    return (x * a).exp()
-
-
-class Dirty(torch.autograd.Function):
-    """Changes its argument past the dispatcher, and says so."""
-
-    @staticmethod
-    def forward(ctx, x):
-        array = x.detach().numpy()
-        array *= 2.0
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2.0
-
-
-class Quiet(Dirty):
-    """Does so without a word."""
-
-    @staticmethod
-    def forward(ctx, x):
-        array = x.detach().numpy()
-        array *= 2.0
-        return x.view_as(x)
-
-
-@program(torch.matmul)
-def written_by_a_function_that_says_so(x, w):
-    q = Dirty.apply(x @ w)
-    return q.sin() + (q * 2).exp()
-
-
-@program(torch.matmul)
-def written_by_a_function_that_does_not(x, w):
-    q = Quiet.apply(x @ w)
-    return q.sin() + (q * 2).exp()
-
-
-# --- What a chosen function does and returns.
-
-
-@program(torch.addcmul)
-def writes_by_out(x, w):
-    c = x.detach() * 1.0
-    torch.addcmul(c, c, c, out=c)
-    return (x @ w) * c + (x * c).exp()
-
-
-@program(torch.Tensor.view, torch.Tensor.transpose, torch.t)
-def returns_a_view(x, w):
-    a = x * 2
-    v = a.view(16)
-    a.mul_(0.5)
-    return (v * 3).exp().view(4, 4) + (a * 2).tanh().t()
-
-
-@program(F.dropout)
-def returns_its_argument(x, w):
-    a = x * 2
-    d = F.dropout(a, 0.5, training=False)
-    d.mul_(0.5)
-    return (a * 3).exp() + (d * 2).tanh()
-
-
-@program(F.dropout, torch.dropout, F.scaled_dot_product_attention)
-def draws(x, w):
-    a = F.dropout(x * 1.0, 0.5) + F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0]
-    return (a * 2).sin() + (x + torch.randn(4, 4, dtype=x.dtype)).exp()
-
-
-@program(torch.sort, torch.max)
-def returns_named_tuples(x, w):
-    found = x.sort(-1)
-    return found.values.sin() + (found.values * found.indices).exp() + x.max(-1, keepdim=True).values
-
-
-@program(torch.Tensor.split, torch.Tensor.unbind, torch.chunk)
-def returns_lists_of_views(x, w):
-    one, other = (x * 1.0).split(2)
-    return torch.cat([other.sin(), one]) + x.unbind(0)[0]
-
-
-@program(torch.Tensor.item, torch.sum, torch.Tensor.masked_fill)
-def returns_a_number(x, w):
-    a = x.masked_fill(x.detach() > 0, 0.3)
-    return (x * a.sum().item()).exp() + a @ w
-
-
-@program(torch.softmax, F.layer_norm, F.gelu, F.silu, F.normalize)
-def runs_in_python(x, w):
-    return F.normalize(F.layer_norm(F.silu((x @ w).softmax(-1)), (4,)) + F.gelu(x)).exp()
-
-
-@program(torch.Tensor.clone, torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.float)
-def may_return_its_argument(x, w):
-    return (x.contiguous().to(torch.float64) * x.t().contiguous()).clone().float().exp()
-
-
-@program(torch.zeros, torch.ones_like, torch.arange)
-def makes_tensors_of_nothing(x, w):
-    return (x * torch.zeros(4, 4, dtype=x.dtype).add_(2) + torch.ones_like(x)).exp() * torch.arange(4)
-
-
-@program(torch.einsum)
-def transposed_argument(x, w):
-    a = x * 2
-    return torch.einsum("ij,kj->ik", a, a).exp() + (x * 3).sin()
-
-
-@program(torch.matmul)
-def the_same_argument_twice(x, w):
-    a = x * 1.0
-    return (a @ a).sin() @ a
-
-
-@program(torch.matmul, torch.mul)
-def an_argument_that_a_kept_call_made(x, w):
-    return ((x @ w) @ w * w).exp()
-
-
-@program(F.linear)
-def beside_a_batch_norm(x, w):
-    return (F.linear(x, w) * NORM.running_mean).exp() + NORM(x * 1.0)
-
-
-@program(torch.complex, torch.conj, torch.real)
-def complex_numbers(x, w):
-    z = torch.complex(x, x * 2)
-    a = z.conj() * z
-    return (a.sin() * a).real
-
-
-@program(torch.matmul)
-def sparse_argument(x, w):
-    return (torch.eye(4, dtype=x.dtype).to_sparse() @ (x * 1.0)).exp()
-
-
-# --- Where a call stands.
-
-
-@program(torch.matmul, torch.sin)
-def under_a_transform(x, w):
-    return torch.vmap(lambda row: (row.sin() @ w).exp())(x * 1.0) @ w
-
-
-@program(torch.matmul)
-def without_gradients(x, w):
-    with torch.no_grad():
-        mask = x @ w
-    return (mask * x).exp() + (x @ w).sin()
-
-
-@program(F.linear)
-def in_inference_mode(x, w):
-    with torch.inference_mode():
-        known = F.linear(x * 2, w).abs()
-    return F.linear(x * 1.0, w).sin() * float(known.sum() > -1e9)
-
-
-@program(torch.matmul)
-def with_a_gradient_taken_inside(x, w):
-    z = (x @ w).detach().requires_grad_()
-    (grad,) = torch.autograd.grad((z.sin() * z).sum(), z)
-    return (x * grad).exp()
-
-
-@program(torch.matmul, torch.exp)
-def in_an_op_and_a_native_region(x, w):
-    a = remat.op(lambda x: (x @ w).exp(), "op")(x * 1.0)
-    b = remat.native_save_region("native", lambda: (x @ w).exp())
-    return remat.op(torch.matmul, "again", policy=remat.CheckpointPolicy.RECOMPUTE)(a, b).sin() + a @ w
-
-
-@program(torch.matmul, torch.exp)
-def in_an_inner_region(x, w):
-    inner = remat.checkpoint()(lambda x: (x @ w).exp())
-    other = remat.checkpoint(policy=[torch.matmul])(lambda x: (x @ w).exp())
-    return inner(x * 1.0).sin() + other(x * 2.0) @ w
-
-
-@program(torch.matmul)
-def in_torchs_checkpoint(x, w):
-    return torch_checkpoint(lambda x: (x @ w).exp(), x * 1.0, use_reentrant=False).sin() @ w
-
-
-@program(torch.matmul)
-def that_raises(x, w):
-    with contextlib.suppress(RuntimeError):
-        torch.matmul(x, w[:3])
-    return (x @ w).exp()
-
-
-@program(torch.matmul)
-def called_more_often_in_replay(x, w):
-    if remat.is_recomputing():
-        _ = x.detach() @ w.detach()
-    a = x @ w
-    return a.sin() + (x * (a @ w)).tanh()
-
-
-@program(F.linear, F.scaled_dot_product_attention)
-def multi_head_attention(x, w):
-    return ATTENTION(x[None], x[None], x[None], need_weights=False)[0][0].exp()
-
-
-@program(torch.matmul)
-def a_mode_of_the_users(x, w):
-    with torch.device("cpu"):
-        return (x @ w + torch.ones(4, 4)).exp()
-
-
-NORM = nn.BatchNorm1d(4).double()
-ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True).double()
 WAYS = {
     "alone": lambda function, **options: remat.checkpoint(**options)(function),
     "to the end": lambda function, **options: remat.checkpoint(early_stop=False, **options)(function),
@@ -321,39 +38,15 @@ WAYS = {
             lambda *given: remat.checkpoint(**options)(function)(*given) * 1.0
         )
     ),
-    "in torch's checkpoint": lambda function, **options: (
-        lambda *given: torch_checkpoint(remat.checkpoint(**options)(function), *given, use_reentrant=False)
-    ),
+    "in torch's checkpoint": lambda function, **options: full(remat.checkpoint(**options)(function)),
     "beside ops": lambda function, policy: remat.checkpoint(
         policy=[*policy, torch.ops.aten.sin.default, torch.ops.aten.tanh]
     )(function),
     "autocast": lambda function, **options: torch.autocast("cpu", torch.bfloat16)(
         remat.checkpoint(**options)(function)
     ),
-    "offloaded hooks": lambda function, **options: (
-        lambda *given: _under_hooks(remat.checkpoint(**options)(function), *given)
-    ),
+    "offloaded hooks": lambda function, **options: on_cpu(remat.checkpoint(**options)(function)),
 }
-
-
-def _under_hooks(function, *given):
-    with torch.autograd.graph.save_on_cpu():
-        return function(*given)
-
-
-def gradients(function):
-    """Return what two backwards of a program give, and how it leaves buffers and generators."""
-    NORM.reset_running_stats()
-    torch.manual_seed(3)
-    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4).requires_grad_()
-    w = torch.linspace(1, -2, 16, dtype=torch.float64).view(4, 4).t().contiguous().requires_grad_()
-    leaves = [x, w, *NORM.parameters(), *ATTENTION.parameters()]
-    y = function(x * 1.0, w)
-    results = [y]
-    for keep in (True, False):
-        found = torch.autograd.grad(y.double().cos().sum(), leaves, allow_unused=True, retain_graph=keep)
-        results += [torch.zeros(()) if one is None else one for one in found]
-    return [*results, *NORM.buffers(), torch.get_rng_state()]
 
 
 OTHERWISE = {
@@ -362,7 +55,10 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize(("name", "way"), [one for one in itertools.product(PROGRAMS, WAYS) if one not in OTHERWISE])
+NAMED = [name for name, (_, functions) in PROGRAMS.items() if functions]
+
+
+@pytest.mark.parametrize(("name", "way"), [one for one in itertools.product(NAMED, WAYS) if one not in OTHERWISE])
 def test_program_equals_plain_autograd(name, way):
     function, policy = PROGRAMS[name]
     plain = torch.autocast("cpu", torch.bfloat16)(function) if "autocast" in way else function
@@ -507,6 +203,15 @@ def test_casts_of_one_tensor_add_up_as_under_autocast(product):
     assert_same(expected, torch.autograd.grad(y.sum(), (x, w)))
 
 
+def test_to_find_out_the_order_of_casts_leaves_the_casts_that_autocast_keeps():
+    x, w = leaf(4, 4), leaf(4, 4)
+    casts_the_last_first.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = torch.mm(x, w).grad_fn.next_functions
+        casts_the_last_first()
+        assert torch.mm(x, w).grad_fn.next_functions == before
+
+
 def test_a_chosen_function_casts_what_a_handle_made_itself():
     function = torch.autocast("cpu", torch.bfloat16)(lambda x, w: (Scaled.apply(x.sin()) @ w).exp())
     assert "mm" not in ran_in_replay([torch.matmul], function)
@@ -644,19 +349,6 @@ def test_a_function_that_does_not_run_is_told_once_with_near_ones():
     with pytest.warns(remat.RematWarning, match="selected nothing"):
         y = remat.checkpoint(policy=[torch.logsumexp])(chain)(leaf(4, 4), leaf(4, 4))
     assert "selected nothing" in str(remat.memory_report(y))
-
-
-def test_a_first_forward_is_noted_once_whatever_the_region_runs():
-    for function in (Quiet.apply, torch.exp, chain, functools.partial(chain, w=leaf(4, 4))):
-        region = remat.checkpoint(policy=[torch.exp])(function)
-        given = (leaf(4, 4), leaf(4, 4)) if function is chain else (leaf(4, 4),)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)
-            region(*given)
-            known = len(nothing._KNOWN)
-            for _ in range(3):
-                region(*given)
-        assert len(nothing._KNOWN) == known
 
 
 @pytest.mark.parametrize("policy", [lambda: [F.grouped_mm], lambda: remat.policies.save_matmuls])

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.helpers import (
@@ -21,17 +19,7 @@ from tests.helpers import (
     refused_if,
     tensors_in,
 )
-
-
-def test_second_order_gradients_are_equal():
-    def program(wrap):
-        x, w = leaf(4, 3), leaf(3, 3)
-        y = wrap(lambda x: chain(x @ w))(x)
-        (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        gx.square().sum().backward()
-        return y, gx, x.grad, w.grad
-
-    assert_same_program(program)
+from tests.native_programs import full, on_cpu
 
 
 def test_numerical_first_and_second_derivatives_agree():
@@ -40,16 +28,6 @@ def test_numerical_first_and_second_derivatives_agree():
     function = checkpointed(lambda x, w: (chain(x @ w).tanh(), x.sigmoid()))
     assert torch.autograd.gradcheck(function, (x, w))
     assert torch.autograd.gradgradcheck(function, (x, w))
-
-
-@pytest.mark.parametrize("chosen", [[0], [1, 3], [2]])
-def test_gradients_for_a_subset_of_inputs_and_parameters_are_equal(chosen):
-    def program(wrap):
-        leaves = [leaf(3, 3) for _ in range(4)]
-        y = wrap(lambda x, w: ((x @ w).sin() @ leaves[2]).exp() @ leaves[3])(*leaves[:2])
-        return torch.autograd.grad(y.sum(), [leaves[i] for i in chosen])
-
-    assert_same_program(program, replays=1)
 
 
 def test_gradient_for_a_tensor_made_inside_the_region_is_equal():
@@ -124,18 +102,6 @@ def not_leaving(a, b, w, x):
 FUNCTIONS = [to_another, as_numbers, of_what_is_linear, to_a_leaf_before, not_leaving]
 
 
-def by_torch(function):
-    return lambda *args: torch_checkpoint(function, *args, use_reentrant=False)
-
-
-def on_cpu(function):
-    def call(*args):
-        with save_on_cpu():
-            return remat.checkpoint()(function)(*args)
-
-    return call
-
-
 REGIONS = {
     "plain": remat.checkpoint(),
     "nothing": remat.checkpoint(policy=lambda *args, **kwargs: RECOMPUTE),
@@ -143,8 +109,8 @@ REGIONS = {
     "some": remat.checkpoint(
         policy=lambda ctx, op, *args, **kwargs: op in (torch.ops.aten.sin.default, torch.ops.aten.mm.default)
     ),
-    "torch": by_torch,
-    "on cpu": on_cpu,
+    "torch": full,
+    "on cpu": lambda function: on_cpu(remat.checkpoint()(function)),
 }
 
 

@@ -11,33 +11,18 @@ import torch_remat as remat
 from tests.helpers import (
     Calls,
     CountOps,
-    Stack,
     assert_same,
     assert_same_program,
     chain,
     checkpointed,
     leaf,
     name_of,
-    pairwise,
-    parameter_gradients,
 )
-from tests.ways import WAYS, assert_same_in
 
 
 def two_branches(x):
     """Two outputs whose backwards share no saved tensor."""
     return x.sin().exp(), x.cos().tanh()
-
-
-def test_regions_in_a_row_have_equal_gradients_and_replay_once_each():
-    def program(wrap):
-        model = Stack(wrap, depth=3)
-        x = leaf(2, 5, 8)
-        y = model(x)
-        y.square().mean().backward()
-        return [y, x.grad, *parameter_gradients(model)]
-
-    assert_same_program(program, replays=6)
 
 
 class Logged(torch.autograd.Function):
@@ -81,27 +66,6 @@ def test_early_stop_skips_what_comes_after_the_last_saved_tensor():
         assert ops.counts["mm"] == 4 + matmuls  # two for each matmul's backward, the rest is replay
 
 
-RRELUS = {
-    "last": lambda x: F.rrelu(x.sin(), training=True),
-    "in_place_last": lambda x: F.rrelu(x.sin() * 1, training=True, inplace=True) + 1,
-    "before_dropout": lambda x: F.dropout(F.rrelu(x.cos(), training=True), 0.5),
-}
-
-
-@pairwise(name=RRELUS, early_stop=[True, False])
-def test_op_that_saves_its_noise_before_it_fills_it_is_equal(name, early_stop):
-    """Replay must not stop between the two."""
-
-    def program(wrap):
-        x = leaf(50)
-        y = wrap(RRELUS[name])(x)
-        results = [torch.autograd.grad(y.sum(), x, retain_graph=True) for _ in range(2)]
-        y.sum().backward()
-        return y, results, x.grad, torch.rand(2)
-
-    assert_same_program(program, early_stop=early_stop)
-
-
 @pytest.mark.parametrize("saved", ["rrelu_with_noise_0_0", "sin_0_0"])
 def test_noise_that_an_op_fills_is_equal_or_refused_where_a_policy_saves_the_ops_result(saved):
     """It is none of its results, but is filled by it: replay makes both again, or refuses."""
@@ -117,35 +81,6 @@ def test_noise_that_an_op_fills_is_equal_or_refused_where_a_policy_saves_the_ops
     else:
         with pytest.raises(remat.PlaceholderError, match="saving it for backward"):
             program(remat.checkpoint(policy=policy))
-
-
-def test_region_that_saves_nothing_is_never_replayed():
-    function = Calls(lambda x: x + 1)
-    x = leaf(3)
-    checkpointed(function)(x).sum().backward()
-    assert function.total == 1
-    assert_same(x.grad, torch.ones(3))
-
-
-@pairwise(way=WAYS, early_stop=[True, False])
-def test_kept_graph_gives_equal_gradients_any_number_of_times(way, early_stop):
-    def program(way):
-        x, w = leaf(4, 4), leaf(4, 4)
-
-        def body(x):
-            h = way.keep("kept", torch.mm, x.sin(), w)
-            return way.keep("reader", lambda h, x: h.tanh() * x, h, x.exp())
-
-        region = way.region(body)
-        y = region(x)
-        gradients = []
-        for retain in (True, True, False):
-            gradients += torch.autograd.grad(y.square().sum(), [x, w], retain_graph=retain)
-            other = region(x)
-            gradients += torch.autograd.grad(other.sum(), x)
-        return gradients
-
-    assert_same_in(way, program, early_stop=early_stop)
 
 
 @pytest.mark.parametrize("kept_before", [0, 2])

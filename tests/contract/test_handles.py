@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
 from tests.handle_ops import (
@@ -19,17 +17,14 @@ from tests.handle_ops import (
     Affine,
     Both,
     Gather,
-    Identity,
     Inner,
     Kernel,
     Result,
     Shift,
     Sort,
     Trace,
-    Transpose,
     as_tuple,
     call,
-    policy_ids,
 )
 from tests.helpers import LiveStorages, assert_same, assert_same_program, checkpointed, leaf, name_of, pairwise, plain
 
@@ -137,32 +132,6 @@ def test_tensors_from_outside_the_region_are_not_copied(style):
     assert_same(torch.autograd.grad(block(x).sum(), [x, outside[0], outside[2]]), got)
 
 
-def written_copy(tensor):
-    """Return a copy that was filled in place, as pinned copies are: its version is not 0."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return copy.copy_(tensor).add_(0)
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", [Identity, Transpose, Inner], ids=str)
-def test_hooks_around_the_region_may_give_back_tensors_of_any_version(kernel, style):
-    def program(wrap):
-        x = leaf(3, 3)
-
-        def block(x):
-            keep = call(style, Both, Trace(), "of input", SAVE, x)
-            s = call(style, Inner, Trace(), "s", SAVE, keep)
-            r = call(style, kernel, Trace(), "alias", RECOMPUTE, s)
-            return call(style, Both, Trace(), "keeper", SAVE, r), call(style, kernel, Trace(), "t", RECOMPUTE, x)
-
-        with saved_tensors_hooks(written_copy, lambda tensor: tensor):
-            y, t = wrap(block)(x * 2)
-        results = [torch.autograd.grad(y.sum() + t.sum(), x, retain_graph=True) for _ in range(2)]
-        return y, results, torch.autograd.grad(y.sum(), x)
-
-    assert_same_program(program)
-
-
 # --- Ops that autograd does not record
 
 
@@ -192,35 +161,6 @@ def test_policy_holds_where_no_input_needs_a_gradient(style):
     assert traces[1].runs == {"constant": 1, "under no_grad": 1, "again": 2, "tail": 1, "sum": 1, "reader": 2}
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_ids)
-def test_region_without_gradients_runs_once_and_gives_equal_outputs(policy):
-    for context in (torch.no_grad, torch.inference_mode):
-        trace, x = Trace(), leaf(3, 3)
-        with context():
-            y = checkpointed(lambda x, t=trace: call("handle", Both, t, "it", policy, x.sin()))(x)
-            expected = call("plain", Both, Trace(), "it", policy, x.sin())
-        assert_same(expected, y)
-        assert trace.runs == {"it": 1}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_saved_op_that_needs_no_gradient_keeps_only_what_a_recomputed_op_reads(style):
-    trace, x, t = Trace(), leaf(3), torch.randn(3)
-
-    def block(x):
-        one = call(style, Both, trace, "read", SAVE, t)
-        two = call(style, Inner, trace, "unread", SAVE, one)
-        return call(style, Affine, trace, "reader", RECOMPUTE, x, one), two
-
-    y, two = checkpointed(block)(x)
-    loss = y.sum()
-    del y, two
-    assert trace.alive() == {"read.out"}
-    loss.backward()
-    assert trace.alive() == set()
-    assert trace.runs == {"read": 1, "unread": 1, "reader": 2}
-
-
 @pairwise(style=STYLES, chain=["R", "OR", "RSSR"], early_stop=[True, False])
 def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once(style, chain, early_stop):
     policies = {"R": RECOMPUTE, "S": SAVE, "O": remat.CheckpointPolicy.OFFLOAD}
@@ -246,29 +186,6 @@ def test_ops_in_inference_mode_inside_a_region_are_equal_and_saved_ones_run_once
     assert_same_program(program, early_stop=early_stop)
     ops = {f"{place}": 1 + (name == "R") for place, name in enumerate(chain)}
     assert traces[1].runs == {**ops, "after": 1, "last": 2}
-
-
-@pairwise(style=STYLES, natively=[True, False], kernel=[Identity, Transpose])
-def test_output_that_autograd_does_not_record_is_given_to_an_inner_region_or_a_call_next(style, natively, kernel):
-    """Nothing was saved for the op, so what follows keeps what is its own; an input may be returned as it is."""
-
-    def program(wrap):
-        x, t = leaf(3, 3), torch.randn(3, 3)
-
-        def block(x, t):
-            inner = call(style, kernel, Trace(), "same", RECOMPUTE, t)
-            h = call(style, Affine, Trace(), "h", SAVE, x.sin(), inner)
-            s = call(style, Inner, Trace(), "constant", SAVE, t * 2)
-            if natively:
-                run = remat.native_save_region if wrap is not plain else lambda _name, function, *args: function(*args)
-                return h, run("next", lambda s, h: h * s, s, h)
-            return h, wrap(lambda s: call(style, Inner, Trace(), "inner", RECOMPUTE, s))(s)
-
-        y, r = wrap(block)(x, t)
-        (y.sum() + r.sum()).backward()
-        return y, r, x.grad
-
-    assert_same_program(program)
 
 
 # --- Views of what replay has, and what changes before it is saved
@@ -319,7 +236,17 @@ def keeper_kernel(make, seen):
     return Kernel("keeper", ("v",), forward, backward)
 
 
-def check_saved_view(name, style, producer, where):
+@pairwise(
+    name=VIEWS,
+    style=STYLES,
+    producer=["input", "op", "native"],
+    where=["caller", "body"],
+    possible=lambda style, producer, name, where: (
+        (producer != "native" or style == "auto")  # where the arguments are known
+        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
+    ),
+)
+def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
     seen, traces, view = [], [], VIEWS[name]
     keeper = keeper_kernel(view if where == "body" else VIEWS["itself"], seen)
 
@@ -347,25 +274,6 @@ def check_saved_view(name, style, producer, where):
     (how, values), (how_region, values_region) = seen
     assert how == how_region
     assert_same(values, values_region)
-
-
-@pairwise(
-    name=VIEWS,
-    style=STYLES,
-    producer=["input", "op", "native"],
-    where=["caller", "body"],
-    possible=lambda style, producer, name, where: (
-        (producer != "native" or style == "auto")  # where the arguments are known
-        and not (where == "caller" and name in ("detached", "smaller dtype"))  # plain autograd saves nothing
-    ),
-)
-def test_saved_view_of_what_replay_has_keeps_nothing_and_is_exact(name, style, producer, where):
-    check_saved_view(name, style, producer, where)
-
-
-def test_saved_view_without_a_base_of_an_input_keeps_nothing_and_is_exact():
-    for name in ("detached", "smaller dtype"):
-        check_saved_view(name, "auto", "input", "body")
 
 
 OTHER = {
@@ -399,113 +307,3 @@ def test_saved_input_that_differs_in_replay_is_an_error_of_the_op_that_saved_it(
         loss.backward()
     assert x.grad is None
     assert (caught.value.region, caught.value.op, caught.value.tensor) == ("block", "keeper", "x")
-
-
-def halve_data(h):
-    h.data.mul_(0.5)
-
-
-def halve_in_numpy(h):
-    h.detach().numpy()[...] *= 0.5
-
-
-def replace_data(h):
-    h.data = h.data * 0.5
-
-
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["", "policy"])
-@pairwise(style=STYLES, write=[halve_data, halve_in_numpy, replace_data], early_stop=[True, False])
-def test_write_that_no_version_counts_before_a_saved_op_saves_the_tensor_gives_equal_gradients(
-    style, write, early_stop, policy
-):
-    """Replay makes the tensor at its producer, but has to go on to the op that saved it."""
-
-    def program(wrap):
-        x = leaf(4)
-
-        def block(x):
-            h = call(style, PRODUCER, Trace(), "producer", RECOMPUTE, x)
-            write(h)
-            return call(style, Affine, Trace(), "keeper", SAVE, h, x)
-
-        y = wrap(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_same_program(program, early_stop=early_stop, policy=policy)
-
-
-# --- Functions without a handle
-
-
-class DoubleAndSave(Function):
-    """Doubles in place, saves the changed input, which is also its output, and squares it on the side."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        square = x * x
-        ctx.save_for_backward(x)
-        return x, square
-
-    @staticmethod
-    def backward(ctx, grad, grad_square):
-        (x,) = ctx.saved_tensors
-        return 2 * grad + 4 * x * grad_square
-
-
-def of_kernel(kernel):
-    return lambda x, w: run_kernel("plain", kernel, Trace(), None, x.sin(), w)[0]
-
-
-def changes_its_argument(x, w):
-    changed, square = DoubleAndSave.apply(x.sin() * 1)
-    return changed.exp() * square.cos()
-
-
-@pytest.mark.parametrize("function", [*map(of_kernel, KERNELS), changes_its_argument])
-def test_function_without_a_handle_is_equal(function):
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-        y = wrap(lambda x: function(x, w))(x)
-        return y, torch.autograd.grad(y.sum(), [x, w], allow_unused=True)[0]
-
-    assert_same_program(program, replays=1)
-
-
-def test_saved_parameter_is_the_parameter_itself_and_not_a_copy():
-    pointers = []
-
-    class Scale(Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            pointers.append(w.data_ptr())
-            return grad * w, grad * x
-
-    w = nn.Parameter(torch.randn(3))
-    checkpointed(lambda x: Scale.apply(x.sin(), w).exp())(leaf(3)).sum().backward()
-    assert pointers == [w.data_ptr()]
-
-
-@pytest.mark.parametrize("style", ["handle", "auto"])
-def test_what_torchs_checkpoint_saves_after_a_handle_is_not_the_handles_own(style):
-    """It saves its arguments without a node, so no number tells them from what the handle saves."""
-
-    def program(wrap):
-        x, w = leaf(3, 3), leaf(3, 3)
-
-        def function(x, w):
-            y = call(style, Affine, Trace(), "it", SAVE, x, w)
-            return y, torch_checkpoint(torch.mul, x, w, use_reentrant=False).exp()
-
-        y, z = wrap(function)(x, w)
-        return torch.autograd.grad(y.sum() + z.sum(), [x, w])
-
-    assert_same_program(program, early_stop=False)

@@ -9,7 +9,6 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_remat as remat
 from tests.batches import OpaqueBatch, OptreeBatch, TorchBatch
@@ -22,7 +21,6 @@ from tests.helpers import (
     collector_off,
     leaf,
     pairwise,
-    plain,
 )
 
 Pair = namedtuple("Pair", ["one", "two"])
@@ -124,62 +122,20 @@ def test_input_keeps_its_strides_and_grad_flag_in_replay():
 
 
 @pytest.mark.filterwarnings("ignore:CpuOffloader moves")
-@pytest.mark.parametrize("policy", [None, remat.policies.save_matmuls], ids=["plain", "policy"])
-@pytest.mark.parametrize(
-    ("view", "offloads"),
-    [
-        (lambda x: x, False),
-        (lambda x: x, True),
-        (lambda x: x[:], True),
-        (lambda x: x[1:], False),
-        (lambda x: x[1:], True),
-    ],
-    ids=["itself", "itself, offloaded", "alias, offloaded", "rows", "rows, offloaded"],
+@pairwise(
+    policy=[None, remat.policies.save_matmuls],
+    view=[lambda x: x, lambda x: x[:], lambda x: x[1:]],
+    options=[{}, {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)}],
 )
-def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, offloads, policy):
-    options = {"offload_inputs": True, "offloader": remat.CpuOffloader(min_bytes=0)} if offloads else {}
-
+def test_tensor_that_the_function_also_reaches_past_the_argument_gets_equal_gradients(view, options, policy):
     def program(wrap):
-        torch.manual_seed(0)
         x = leaf(4, 4)
         made = x.softmax(0)
         y = wrap(lambda given: made.sin().sum() * given.cos())(view(made))
         y.sum().backward()
         return y, x.grad
 
-    assert_same(program(remat.checkpoint(policy=policy, **options)), program(lambda function: function))
-
-
-@pairwise(
-    view=[lambda x: x, lambda x: x[:], lambda x: x[1:]],
-    seen=[lambda x: x, lambda x: x[:], lambda x: x[1:]],
-    around=["region", "torch's checkpoint", "hooks that copy"],
-)
-def test_argument_that_comes_by_closure_too_gets_equal_gradients_in_a_region_within(view, seen, around):
-    def program(outer, wrap):
-        torch.manual_seed(0)
-        x = leaf(4, 4)
-
-        def block(x):
-            made = x.softmax(0)
-            other = seen(made)
-            return wrap(lambda given: other.sin().sum() * given.cos())(view(made))
-
-        y = outer(block)(x)
-        y.sum().backward()
-        return y, x.grad
-
-    def copying(function):
-        def call(x):
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
-                return function(x)
-
-        return call
-
-    outer = {"region": checkpointed, "hooks that copy": copying}.get(
-        around, lambda block: lambda x: checkpoint(block, x, use_reentrant=False)
-    )
-    assert_same(program(plain, plain), program(outer, checkpointed))
+    assert_same_program(program, policy=policy, **options)
 
 
 def test_caller_may_change_its_containers_after_the_call():

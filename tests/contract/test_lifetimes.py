@@ -16,7 +16,6 @@ import torch_remat as remat
 from tests.handle_ops import POLICIES, RECOMPUTE, STYLES, Inner, Kernel, Trace, call, policy_ids
 from tests.helpers import (
     LiveStorages,
-    Mlp,
     alive,
     chain,
     checkpointed,
@@ -166,16 +165,6 @@ def test_everything_dies_however_a_region_ends(way, end, depth, options):
     assert live.bytes() == 0
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_retained_bytes_after_forward_are_inputs_and_outputs_and_nothing_more(early_stop):
-    mlp = Mlp(16)
-    live = LiveStorages()
-    with live:
-        x = torch.randn(5, 16, requires_grad=True)
-        y = checkpointed(nn.Sequential(mlp, nn.Tanh(), mlp), early_stop=early_stop)(x)
-    assert live.bytes() == x.nbytes + y.nbytes == 2 * 5 * 16 * 4
-
-
 def counting(made, counts):
     """Return a kernel that saves its own output and, in backward, counts how many of all outputs are alive."""
 
@@ -302,22 +291,6 @@ def test_result_of_a_call_dies_with_a_forward_that_raises(policy):
     assert alive(made) == 0
 
 
-def test_unneeded_values_of_replay_die_at_once():
-    made = []
-
-    def block(x):
-        scratch = torch.ones(1000) + x.detach().sum()
-        made.extend(watch(scratch))
-        h = (x * scratch.sum()).sin()
-        del scratch
-        if remat.is_recomputing():
-            assert alive(made) == 0
-        return h.exp()
-
-    checkpointed(block)(leaf(3)).sum().backward()
-    assert len(made) == 2
-
-
 # --- Regions in a loop, up to 2,000, leave no live tensor, no Python object and no memory more
 
 
@@ -389,14 +362,3 @@ def test_regions_in_a_loop_leave_no_growth(name):
     assert tensors == 0
     assert objects < 20
     assert blocks < times / 4
-
-
-def test_regions_in_a_loop_leave_no_bytes():
-    """Storages held from C++ alone are no Python objects: count them by what one step leaves behind."""
-    with collector_off():
-        live = LiveStorages()
-        with live:
-            for step in STEPS.values():
-                step()
-        assert len(live.seen) > 100
-        assert live.bytes() == 0

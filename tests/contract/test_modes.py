@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -94,85 +92,6 @@ def test_replay_makes_tensors_on_the_default_device_of_forward(forward, backward
         y.backward()
     assert seen == [forward or "cpu"] * 2
     assert_same(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-
-
-# --- Autocast keeps casts of leaves, so that leaves must be the same in both phases
-
-
-ATEN = torch.ops.aten
-
-
-def _saving(*ops):
-    kept = {True: remat.CheckpointPolicy.SAVE, False: remat.CheckpointPolicy.RECOMPUTE}
-    return {"policy": lambda _context, op, *_args, **_kwargs: kept[op in ops]}
-
-
-POLICIES = {
-    "none": {},
-    "products": _saving(ATEN.mm.default, ATEN.addmm.default),
-    "casts": _saving(ATEN._to_copy.default),
-    "others": _saving(ATEN.mul.Tensor, ATEN.sin.default),
-}
-
-
-def _written(x, w):
-    y = x * 1.5
-    y.mul_(2)
-    return ((y @ w).sin() @ w).exp()
-
-
-def _product(x, w):
-    return (x @ w).sin()
-
-
-def _float(x, w):
-    return x.sin() * w
-
-
-# Each takes what makes a call and what makes an inner region.
-PROGRAMS = {
-    "written": lambda call, region: _written,
-    "layer": lambda call, region: lambda x, w: nn.functional.linear(_float(x, w), w, w[0]).float() * x,
-    "result of a call": lambda call, region: lambda x, w: _product(call(_float)(x, w), w) @ w,
-    "call of a result": lambda call, region: lambda x, w: call(_product, "b")(call(_float)(x, w), w).exp(),
-    "inner region": lambda call, region: lambda x, w: region(_product)(x * 2, w).sin(),
-    "result to an inner region": lambda call, region: lambda x, w: region(_product)(call(_float)(x, w), w).sin(),
-}
-
-
-@pairwise(policy=POLICIES, program=PROGRAMS, around=["region", "body", "part"])
-@pytest.mark.parametrize(
-    "call", [remat.op, lambda f, name: partial(remat.native_save_region, name, f)], ids=["call", "native"]
-)
-def test_gradients_are_equal_whether_arguments_are_leaves_or_not(policy, program, call, around):
-    torch.manual_seed(0)
-    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
-
-    def under_autocast(function):
-        def run(*args):
-            with torch.autocast("cpu", torch.bfloat16):
-                return function(*args)
-
-        return run
-
-    def gradients(make_call, region, leaves):
-        function = PROGRAMS[program](make_call, region)
-        if around == "body":
-            function = under_autocast(function)
-        elif around == "part":
-            part = under_autocast(function)
-            function = lambda x, w: part(x, w).float().sin() @ w  # noqa: E731
-        run = region(function, **POLICIES[policy])
-        run = under_autocast(run) if around == "region" else run
-        y = run(x if leaves[0] else x * 1, w if leaves[1] else w * 1)
-        return [y.detach(), *torch.autograd.grad(y.float().sum(), (x, w))]
-
-    for leaves in ((True, True), (True, False), (False, True), (False, False)):
-        expected = gradients(lambda f, _name="a": f, lambda f, **_options: f, leaves)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", remat.RematWarning)
-            actual = gradients(lambda f, name="a": call(f, name), lambda f, **o: remat.checkpoint(**o)(f), leaves)
-        assert_same(expected, actual)
 
 
 # --- Torch-function modes around a region
@@ -264,18 +183,6 @@ def test_torch_function_mode_that_holds_the_output_is_freed_after_backward():
 # --- Wrapper subclasses, dispatch modes
 
 
-def test_wrapper_subclass_as_input_is_equal():
-    def program(wrap):
-        x = TwoTensor(torch.randn(3), torch.randn(3)).requires_grad_()
-        y = wrap(lambda x: x.sin().exp() * x)(x)
-        assert type(y) is TwoTensor
-        y.sum().backward()
-        assert type(x.grad) is TwoTensor
-        return [y.a, y.b, x.grad.a, x.grad.b]
-
-    assert_same_program(program, replays=1)
-
-
 def test_plain_region_runs_under_no_dispatch_mode_in_either_phase():
     stacks = []
 
@@ -302,7 +209,9 @@ def _gradient_inside(layer, x):
 # Each takes what makes a region, what makes a call, a layer and a batch norm.
 _UNDER_MODES = {
     "call after": lambda region, call, layer, norm: region(lambda x: call(norm, "norm")(layer(x))),
-    "policy": lambda region, call, layer, norm: region(layer, policy=[ATEN.mm.default, ATEN.addmm.default]),
+    "policy": lambda region, call, layer, norm: region(
+        layer, policy=[torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    ),
     "gradient": lambda region, call, layer, norm: region(partial(_gradient_inside, layer)),
 }
 

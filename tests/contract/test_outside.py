@@ -499,31 +499,6 @@ def test_attribute_that_a_call_binds_anew_is_read_as_the_call_of_the_same_forwar
     assert verdict(Cell(who, ATTRIBUTE, "rebound", times="two forwards")) == "equal"
 
 
-@pytest.mark.parametrize("rows", [4, 2080])
-def test_tensor_that_the_region_binds_and_a_call_then_modifies(rows):
-    """Replay makes another tensor at this place, and skips the call: forward's own tensor is put there."""
-
-    def program(wrap):
-        torch.manual_seed(0)
-        module = nn.Module()
-        module.register_buffer("average", torch.rand(rows, 8))
-
-        def update(x):
-            module.average.mul_(0.5)
-            return x.tanh()
-
-        def block(x):
-            module.average = module.average + x.detach().mean()
-            x = remat.op(update, "update")(x)
-            return (x + module.average.mean(0)).sin()
-
-        x = torch.randn(8, 8, requires_grad=True)
-        wrap(block)(x).sum().backward()
-        return x.grad, module.average
-
-    assert all(map(torch.equal, program(lambda block: block), program(remat.checkpoint())))
-
-
 @pytest.mark.parametrize("when", ["by the region", "before backward"])
 def test_tensor_that_a_call_binds_and_that_is_modified_later_is_not_read(when):
     module = Module(None, torch.rand(4), is_buffer=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_remat as remat
-from tests.handle_ops import POLICIES, RECOMPUTE, SAVE, STYLES, Affine, Kernel, Trace, call
-from tests.helpers import assert_same, assert_same_program, checkpointed, collector_off, leaf, pairwise, plain
+from tests.helpers import assert_same, checkpointed, collector_off, leaf, pairwise, plain
 from tests.ways import BY_HANDLE, WAYS, assert_same_in
 
 
@@ -23,7 +21,6 @@ def draw_forked(x):
         return torch.rand_like(x)
 
 
-DRAWING = [way for way in WAYS if way is not BY_HANDLE]  # whose backward would draw again
 DRAWS = {
     "nothing": lambda x: x * 2,
     "dropout": lambda x: F.dropout(x, 0.4),
@@ -35,7 +32,7 @@ DRAWS = {
 }
 
 
-@pairwise(way=DRAWING, name=DRAWS, early_stop=[True, False])
+@pairwise(way=WAYS, name=DRAWS, early_stop=[True, False])
 def test_draws_before_inside_and_after_what_is_kept_are_those_of_plain_autograd(way, name, early_stop):
     """Also numbers that nothing saves at the end, a kept graph, and what the caller's generator gives next."""
 
@@ -62,46 +59,12 @@ def test_draws_before_inside_and_after_what_is_kept_are_those_of_plain_autograd(
     assert_same_in(way, program, early_stop=early_stop)
 
 
-def drawing_kernel(draw):
-    """Return a kernel that multiplies by what is drawn, and saves that."""
-
-    def forward(ctx, x):
-        noise = draw(torch.ones_like(x))
-        return x * noise, {"noise": noise}
-
-    return Kernel("drawing", ("noise",), forward, lambda ctx, saved, grad: grad * saved[0])
-
-
-@pairwise(style=STYLES, name=DRAWS, policies=itertools.product(POLICIES, repeat=2))
-def test_draws_around_ops_are_those_of_plain_autograd(style, name, policies):
-    kernel = drawing_kernel(DRAWS[name])
-
-    def program(wrap):
-        x, w = leaf(4, 24), leaf(4, 24)
-
-        def block(x):
-            h = call(style, kernel, Trace(), "a", policies[0], F.dropout(x))
-            call(style, kernel, Trace(), "unused", SAVE, x.detach())
-            r = call(style, Affine, Trace(), "reader", RECOMPUTE, h, F.dropout(w))
-            h = call(style, kernel, Trace(), "b", policies[1], F.dropout(r) * torch.rand_like(r))
-            return call(style, Affine, Trace(), "last", RECOMPUTE, h, torch.rand(24))
-
-        y = wrap(block)(x)
-        torch.rand(5)
-        y = wrap(block)(y)
-        torch.rand(5)
-        results = [torch.autograd.grad(y.square().sum(), [x, w], retain_graph=True) for _ in range(2)]
-        return y, results, torch.rand(3)
-
-    assert_same_program(program)
-
-
 def with_generator(x, generator):
     keep = torch.empty_like(x).bernoulli_(0.5, generator=generator)
     return (x * keep).sin() * torch.rand(x.shape, generator=generator) + x.exp()
 
 
-@pytest.mark.parametrize("way", DRAWING, ids=str)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not BY_HANDLE], ids=str)  # whose backward would draw
 def test_generators_among_the_inputs_are_equal(way):
     def program(way):
         one, two = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
@@ -229,28 +192,6 @@ def forked(x):
     return x * scale
 
 
-def put_back_by_hand(x):
-    state = torch.get_rng_state()
-    scale = torch.rand(8)
-    torch.set_rng_state(state)
-    return x * scale
-
-
-@pytest.mark.parametrize("aside", [forked, put_back_by_hand])
-def test_code_that_puts_the_generator_back_after_a_draw_that_a_policy_saved_is_equal(aside):
-    def function(x):
-        return F.dropout(F.dropout(aside(x.sin())[:, torch.randperm(8)]).exp()).sin()
-
-    def train(wrap):
-        torch.manual_seed(0)
-        x = torch.randn(4, 8, requires_grad=True)
-        y = wrap(function)(x)
-        y.sum().backward()
-        return y.detach(), x.grad, torch.get_rng_state()
-
-    assert_same(train(remat.checkpoint(policy=[torch.ops.aten.randperm.default])), train(plain))
-
-
 def with_a_generator(x, generator):
     first = torch.rand(4, 4, generator=generator)
     return (x * first).sin() * torch.rand(4, 4, generator=generator)
@@ -275,37 +216,3 @@ def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from():
     y.sum().backward()
     assert_same(before, (torch.get_rng_state(), generator.get_state()))
     assert_same(torch.autograd.grad(with_a_generator(x, generator.manual_seed(0)).sum(), x), [x.grad])
-
-
-DRAWING_CALLS = {
-    "op": lambda name, f, *args: remat.op(f, name)(*args),
-    "native": remat.native_save_region,
-    "recomputed": lambda name, f, *args: remat.op(f, name, policy=remat.CheckpointPolicy.RECOMPUTE)(*args),
-    "inner region": lambda name, f, *args: remat.checkpoint()(f)(*args),
-}
-
-
-@pairwise(earlier=[0, 1, 3], torch_own=[False, True], way=DRAWING_CALLS)
-@pytest.mark.filterwarnings("ignore:.*replay recomputes this call:torch_remat.RematWarning")
-def test_call_that_runs_whole_draws_what_it_drew_after_ops_that_a_policy_skips(way, torch_own, earlier):
-    dropout = torch.dropout if torch_own else lambda x, p, train: F.dropout(x, p, train)
-
-    def train(wrap, call):
-        def function(x):
-            for _ in range(earlier):
-                skipped = F.dropout(x, 0.3)  # nothing reads it, or the policy saves what is read
-                x = x + skipped.sum() if earlier == 3 else x
-            h = call("dropped", dropout, x, 0.3, True)
-            y = h.softmax(-1)
-            h.mul_(0.9)  # so the call runs whole
-            return y * F.dropout(x, 0.3)
-
-        torch.manual_seed(0)
-        x = torch.randn(4, 4, requires_grad=True)
-        y = wrap(function)(x)
-        (y * torch.arange(16.0).reshape(4, 4)).sum().backward()
-        return y.detach(), x.grad, torch.get_rng_state()
-
-    policy = [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.default]
-    checkpointed = train(remat.checkpoint(policy=policy), DRAWING_CALLS[way])
-    assert_same(checkpointed, train(plain, lambda name, function, *args: function(*args)))

@@ -10,7 +10,6 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import flex_attention
 
 import torch_remat as remat
 from tests.helpers import assert_same, checkpointed, leaf
@@ -111,18 +110,6 @@ def looped(x, weight):
 @pytest.mark.parametrize("way", [RECOMPUTED, NESTED, BY_OP], ids=str)
 @pytest.mark.parametrize("function", [cond, mapped, scanned, looped])
 def test_control_flow_that_torch_traces_is_equal(function, way):
-    assert_same_gradients(way, function)
-
-
-@pytest.mark.parametrize("way", [RECOMPUTED, BY_OP], ids=str)
-def test_flex_attention_with_a_learned_bias_is_equal(monkeypatch, way):
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # the eager backward works on a CPU
-
-    def function(x, weight):
-        bias = weight[0, :2].sin()
-        rows = x.repeat(8, 1).reshape(1, 2, 16, 4)
-        return flex_attention.flex_attention(rows, rows, rows, score_mod=lambda s, b, h, i, j: s + bias[h] * (i - j))
-
     assert_same_gradients(way, function)
 
 

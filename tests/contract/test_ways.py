@@ -6,8 +6,8 @@ Gradients are those of plain autograd, what is kept is not recomputed, and nothi
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torch_remat as remat
-from tests.handle_ops import RECOMPUTE, SAVE, Inner, Trace, call
 from tests.helpers import (
     LiveStorages,
     assert_same,
-    assert_same_program,
     in_threads,
     leaf,
     name_of,
@@ -32,9 +31,8 @@ from tests.native_programs import (
     full,
     sac,
     uncollected,
-    wrapped_natively,
 )
-from tests.ways import BY_HANDLE, KEEPING, WAYS
+from tests.ways import BY_HANDLE, KEEPING, WAYS, assert_same_in
 
 
 @pytest.fixture(autouse=True)
@@ -94,15 +92,27 @@ def around_hooks(way, x, w):
     return way.region(lambda x: way.keep("b", torch.mm, way.keep("hooked", hooked, x * 2), w))(x)
 
 
-SHAPES = [
-    once,
-    twice,
-    inside_torchs,
-    around_torchs,
-    inside_sac,
-    under_hooks,
-    around_hooks,
-]
+def levels(pattern):
+    """Return regions in each other, a letter a level: `o` for ours, `t` for torch's, `r` for torch's reentrant one."""
+
+    def shape(way, x, w):
+        wraps = {"o": way.region, "t": way.torchs, "r": lambda f: partial(torch_checkpoint, f, use_reentrant=True)}
+
+        def level(x, left):
+            h = way.keep(f"before {left}", lambda x, w: (x @ w).sin(), x, w)
+            for _ in range(1 + (left == "oo")):
+                h = wraps[left[0]](level)(h, left[1:]) if left else h
+            return way.keep(f"after {left}", lambda h, w: (h @ w).tanh(), h, w)
+
+        return wraps[pattern[0]](level)(x * 1, pattern[1:])
+
+    shape.__name__ = pattern
+    return shape
+
+
+OURS = levels("ooooo")
+WITH_TORCHS = [inside_torchs, around_torchs, *map(levels, ["oto", "tot"])]
+SHAPES = [once, twice, OURS, inside_sac, under_hooks, around_hooks, *WITH_TORCHS]
 
 
 def backward_once(y, leaves):
@@ -147,20 +157,41 @@ def takes(way, shape, backward):
     """Return whether it is promised: SAC replays once, torch's checkpoint once in a group, `ByHandle` has one order."""
     if shape is inside_sac:
         return backward is backward_once
-    if shape in (inside_torchs, around_torchs) and backward is backward_in_one_group:
+    if shape in WITH_TORCHS and backward is backward_in_one_group:
         return False
+    if way is BY_HANDLE and shape.__name__ in ("oto", "tot"):
+        return False  # torch's reads no placeholder
     return way is not BY_HANDLE or backward is not backward_of_second_order
 
 
-@pairwise(way=WAYS, shape=SHAPES, backward=BACKWARDS, possible=takes, ids=lambda value: name_of(value) or str(value))
-def test_gradients_and_draws_are_those_of_plain_autograd(way, shape, backward):
+@pairwise(
+    way=WAYS,
+    shape=SHAPES,
+    backward=BACKWARDS,
+    early_stop=[True, False],
+    possible=lambda early_stop, **row: takes(**row),
+    ids=lambda value: name_of(value) or str(value),
+)
+def test_gradients_and_draws_are_those_of_plain_autograd(way, shape, backward, early_stop):
     results = []
-    for one in (dataclasses.replace(way, options=None), way):
+    for options in (None, {**way.options, "early_stop": early_stop}):
+        one = dataclasses.replace(way, options=options)
         torch.manual_seed(3)
         x, w = leaf(3, 3), leaf(3, 3)
         y = shape(one, x, w)
         results.append([y.detach(), backward(y, [x, w]), torch.rand(2)])
     assert_same(*results)
+
+
+@pairwise(way=WAYS, pattern=["or", "ro"], possible=lambda way, pattern: way is not BY_HANDLE or pattern == "ro")
+def test_torchs_reentrant_checkpoint_around_regions_and_inside_them(way, pattern):
+    def program(way):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = levels(pattern)(way, x, w)
+        y.sum().backward()
+        return y, x.grad, w.grad
+
+    assert_same_in(way, program)
 
 
 @pytest.mark.parametrize("way", KEEPING, ids=str)
@@ -211,28 +242,3 @@ def test_dropped_graph_frees_everything(way):
         assert live.bytes() >= y.nbytes
         del y
         assert live.bytes() == 0
-
-
-@pairwise(early_stop=[True, False], style=["handle", "auto", "op"])
-def test_region_with_a_handle_inside_a_native_region(style, early_stop):
-    """The inner region's inputs are computed after all in the outer replay, with a gradient as in forward."""
-
-    def program(wrap):
-        trace, x = Trace(), leaf(3, 3)
-        native = wrapped_natively(wrap)
-
-        def inside(x):
-            a = call(style, Inner, trace, "a", RECOMPUTE, x)
-            return wrap(lambda x: call(style, Inner, trace, "b", SAVE, x * 1.5))(a.sin())
-
-        def function(x):
-            y = native("native", inside, x * 1.5)
-            for index in range(2):
-                y = call(style, Inner, trace, f"c{index}", RECOMPUTE, y)
-            return y
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", remat.RematWarning)  # of what runs once more
-            return torch.autograd.grad(wrap(function)(x).sum(), [x])
-
-    assert_same_program(program, early_stop=early_stop)
