@@ -68,6 +68,7 @@ class Outside(nn.Module):
         super().__init__()
         self.register_buffer("average", torch.ones(4))
         self.table, self.last = torch.rand(4, 4), None
+        self.bias = nn.Parameter(torch.rand(4))
 
 
 # --- What a call is, and what it returns
@@ -186,6 +187,7 @@ CALLS = {
         "k", lambda z: z.conj().imag, torch.view_as_complex(x.sin().view(4, 2, 2))
     ).exp(),
     "a leaf by closure": lambda way, x, w, e: way.keep("k", lambda: (w, w[0]))[0] @ x.sin(),
+    "parameters of an object": lambda way, x, w, e: way.keep("k", lambda: (w, e.bias, e.bias[1:]))[1] * x.sin(),
     "a leaf that it makes": lambda way, x, w, e: (
         way.keep("k", lambda: e.table.clone().requires_grad_()) * x.sin()
     ).sin(),
@@ -193,6 +195,9 @@ CALLS = {
     "a number": lambda way, x, w, e: x.sin() * way.keep("k", lambda h: h.mean().item(), x.sin()),
     "draws": lambda way, x, w, e: way.keep("k", lambda h: h * torch.rand(4), x.sin()).sin() * torch.rand(4),
     "a call in it": lambda way, x, w, e: way.keep("k", lambda h: way.keep("k", torch.mm, h, w).sin(), x.sin()).sin(),
+    "a native region in it": lambda way, x, w, e: way.keep(
+        "k", lambda h: way.native("k", torch.mm, h, w).sin(), x.sin()
+    ).sin(),
     "a region in it": lambda way, x, w, e: way.keep(
         "k", lambda h: way.region(lambda t: chain(t) * w)(h), x.sin()
     ).sin(),

@@ -48,7 +48,9 @@ class SavesInput(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-@pytest.mark.parametrize("function", [torch.exp, SavesInput.apply, checkpointed(torch.sin)], ids=str)
+@pytest.mark.parametrize(
+    "function", [torch.exp, SavesInput.apply, checkpointed(torch.sin)], ids=["an op", "a Function", "a region"]
+)
 def test_report_that_has_nothing_says_why(function):
     y = function(leaf(3) * 2)
     assert remat.memory_report(y).why_nothing == ""
