@@ -190,9 +190,9 @@ MUTANTS = (
     ),
     # What is retained after forward.
     Mutant(
-        "random state kept though nothing drew", "bytes", "dispatch/region/forward.py",
-        "            region.rng = None  # where a call drew",
-        "            pass  # where a call drew",
+        "random state kept though nothing drew", "bytes", "dispatch/ambient.py",
+        " if not _equal(start, one.get_state())]",
+        "]",
     ),
     Mutant(
         "random state kept though replay draws nothing", "bytes", "dispatch/ops/record.py",
@@ -385,13 +385,13 @@ MUTANTS = (
     # What outlives a region.
     Mutant(
         "buffer not put back after replay", "outside", "dispatch/region/replay.py",
-        "            put_back(self._bound)\n            put_back(self._before)\n",
-        "            put_back(self._bound)\n",
+        "            if self._before:\n                put_back(self._before)\n            if self.ops",
+        "            if self.ops",
     ),
     Mutant(
         "placeholder left in an attribute", "outside", "dispatch/region/replay.py",
-        "            put_back(self._bound)\n            put_back(self._before)\n",
-        "            put_back(self._before)\n",
+        "            if self._bound:\n                put_back(self._bound)\n",
+        "",
     ),
     Mutant(
         "buffer not put back to start over", "outside", "dispatch/region/replay.py",

@@ -155,8 +155,10 @@ class Filling(Replaying):
             set_grad_enabled(grad_enabled)
             if flags:
                 give_flags(parameters, flags)
-            put_back(self._bound)
-            put_back(self._before)
+            if self._bound:
+                put_back(self._bound)
+            if self._before:
+                put_back(self._before)
             if self.ops is not None:
                 self.ops.forget()
                 self.ops = None  # which knows this mode
