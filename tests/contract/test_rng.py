@@ -216,3 +216,16 @@ def test_policy_leaves_generators_alone_that_the_region_did_not_draw_from():
     y.sum().backward()
     assert_same(before, (torch.get_rng_state(), generator.get_state()))
     assert_same(torch.autograd.grad(with_a_generator(x, generator.manual_seed(0)).sum(), x), [x.grad])
+
+
+def test_generator_is_as_before_backward_where_a_call_draws_and_the_region_seeds_it():
+    def block(x):
+        y = remat.op(torch.dropout, "drop")(x.sin(), 0.5, True).sin().exp()
+        torch.manual_seed(7)  # replay ends before
+        return y
+
+    torch.manual_seed(7)
+    y = remat.checkpoint()(block)(leaf(4))
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -124,6 +124,14 @@ def test_peak_of_a_step_is_what_the_profiler_sees_but_for_a_few_numbers(options)
     assert trace.samples[-1].total_bytes == sum(events) == 0
 
 
+def test_sums_of_the_gradients_of_parameters_do_not_cut_a_backward():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    for _ in range(2):  # in the second backward they are added up
+        with remat.trace() as trace:
+            checkpointed(module, region_name="r")(leaf(4, 8)).sum().backward()
+    assert phases(trace) == [("r", "forward"), ("r", "replay"), ("r", "backward")]
+
+
 class Marked(torch.Tensor):
     """A subclass without a dispatch of its own."""
 

@@ -26,7 +26,7 @@ from torch_remat.dispatch.call.log import Log
 from torch_remat.dispatch.mode import current_mode
 from torch_remat.dispatch.ops.meta import Meta, described
 from torch_remat.dispatch.placeholder import NOT_LAZY, new_tuple
-from torch_remat.dispatch.region.outside import Before
+from torch_remat.dispatch.region.outside import NOTHING_BEFORE, Before
 from torch_remat.errors import UsageError
 from torch_remat.policies.decision import CheckpointPolicy
 
@@ -221,7 +221,7 @@ class SavedOp(ForwardOp):
     """
 
     entered: int
-    before: Before = ([], [])
+    before: Before = NOTHING_BEFORE
     inputs: Sequence[tuple[Tensor, int]] = ()
 
     def load(self, args: tuple[Any, ...]) -> None:
@@ -281,7 +281,7 @@ class SavedOp(ForwardOp):
         if plain := ctx.non_differentiable:
             call.plain = [place for place, out in enumerate(outs) if any(out is tensor for tensor in plain)]
         ops.end_handle(call, outs, self.entered, self.before)
-        self.before = ([], [])
+        self.before = NOTHING_BEFORE
         if self._named:
             ops.expect(call, tuple(self._named.items()), self.args)
             self._named, self.args = {}, ()

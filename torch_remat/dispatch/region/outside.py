@@ -39,7 +39,8 @@ from torch_remat.errors import MutationError, RematError, at_user_line
 COPIED_BYTES = 1 << 16
 """Up to this size a buffer is copied before forward, since only the end of forward shows whether it changed."""
 
-Before = tuple[list["State"], list[Any]]  # what a call finds: at the places, and the numbers of modules
+Before = tuple[Sequence["State"], Sequence[Any]]  # what a call finds: at the places, and the numbers of modules
+NOTHING_BEFORE: Before = ((), ())
 MakeErrorOf = Callable[[Tensor], RematError]  # of the tensor that is read
 # Storages, as `key_of` names them; how many names must have begun in a replay before they may be read; whether an op
 # that overwrites all of one makes it right; whether one is another since forward ended, so that a saved tensor is
