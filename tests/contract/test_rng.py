@@ -224,8 +224,9 @@ def test_generator_is_as_before_backward_where_a_call_draws_and_the_region_seeds
         torch.manual_seed(7)  # replay ends before
         return y
 
+    x = leaf(4)
     torch.manual_seed(7)
-    y = remat.checkpoint()(block)(leaf(4))
+    y = remat.checkpoint()(block)(x)
     before = torch.get_rng_state()
     y.sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
